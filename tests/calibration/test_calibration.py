@@ -3,7 +3,6 @@
 import functools
 import math
 
-import pyro.distributions as dist
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +11,8 @@ from scipy import optimize, stats
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL, mean_field
 from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling, coverage, size
-
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 
 
 def classified(n, temperature=1.0, classes=5, seed=0):
@@ -183,8 +181,7 @@ def test_a_wrapped_ensemble_of_nets_with_two_arguments():
 
     def member(index):
         torch.manual_seed(index)
-        guide = tyxe.guides.AutoNormal
-        return tyxe.VariationalBNN(Sum(3, 3), NORMAL, tyxe.likelihoods.Categorical(60), guide)
+        return mean_field(Sum(3, 3), tyxe.likelihoods.Categorical(60))
 
     model, x = tyxe.EnsembleBNN(member, 2), (torch.randn(60, 3), torch.randn(60, 3))
     y = model.predict(*x, num_predictions=0).argmax(-1)
@@ -231,10 +228,9 @@ def test_unpacked_batches_and_wrong_kinds():
         model, [{"x": x, "y": y}], unpack=lambda batch: (batch["x"], batch["y"])
     )
     assert wrapped.predict(x).shape == (60, 3)
-    with pytest.raises(TypeError, match="classes have sets, and no intervals"):
-        SplitConformal("normalized").wrap(model, [(x, y)])
-    with pytest.raises(TypeError, match="classes have sets, and no intervals"):
-        ScaleFactor().wrap(model, [(x, y)])
+    for of_numbers in (SplitConformal("normalized"), ScaleFactor()):
+        with pytest.raises(TypeError, match="classes have sets, and no intervals"):
+            of_numbers.wrap(model, [(x, y)])
     with pytest.raises(TypeError, match=r"a Linear; expected a BNN: for a plain net call fit\(pre"):
         TemperatureScaling().wrap(torch.nn.Linear(3, 3), [(x, y)])
     logits = (torch.nn.functional.one_hot(y, 3) + torch.randn(60, 3)).requires_grad_()
@@ -281,24 +277,22 @@ def test_calibration_sets_that_are_too_small_say_how_many_are_needed():
 
 
 PROBS, CLASSES = torch.full((10, 3), 1 / 3), torch.arange(10) % 3
-MEAN, SCALE = torch.zeros(10), torch.ones(10)
+MEAN, SCALE, RIGHT = torch.zeros(10), torch.ones(10), 3 * torch.eye(3)[CLASSES]
 BAD = {
     "labels outside": (SplitConformal("lac"), PROBS, CLASSES + 1, "expected 0..2 for 3 classes"),
     "ignored labels": (TemperatureScaling(), PROBS, CLASSES - 1, "leave out ignored points"),
     "numbers as labels": (TemperatureScaling(), PROBS, CLASSES.float(), "expected integers"),
     "rows": (TemperatureScaling(), PROBS, CLASSES[:5], "expected .10,.: pass"),
     "logits": (SplitConformal("aps"), PROBS + 1, CLASSES, "pass logits.softmax"),
+    "probabilities": (TemperatureScaling(), PROBS, CLASSES, "are probabilities; pass logits, or"),
+    "a pair": (SplitConformal("aps"), (MEAN, SCALE), CLASSES, "a row of classes each"),
     "nan": (TemperatureScaling(), PROBS * math.nan, CLASSES, "30 NaN entries"),
     "scale": (ScaleFactor(), (MEAN, 0 * SCALE), MEAN, "expected positive and"),
     "shape": (ScaleFactor(), (MEAN, SCALE), MEAN[:, None], "that of `mean`"),
     "exact": (ScaleFactor(), (MEAN, SCALE), MEAN, "the targets themselves"),
-    "all right": (
-        TemperatureScaling(), 3 * torch.eye(3)[CLASSES], CLASSES, "no temperature is the best"
-    ),
-    "by chance": (
-        TemperatureScaling(), -3 * torch.eye(3)[CLASSES], CLASSES, "no better than by chance"
-    ),
-}  # fmt: skip
+    "all right": (TemperatureScaling(), RIGHT, CLASSES, "no temperature is the best"),
+    "by chance": (TemperatureScaling(), -RIGHT, CLASSES, "no better than by chance"),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -316,5 +310,3 @@ def test_bad_settings():
     for level in (0.0, 1.0, 90):
         with pytest.raises(ValueError, match="expected a number above 0"):
             SplitConformal(level=level)
-    with pytest.raises(TypeError, match="a row of classes each"):
-        SplitConformal("aps").fit((MEAN, SCALE), CLASSES)

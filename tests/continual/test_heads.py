@@ -126,7 +126,7 @@ WRONG_HEADS = {
         TypeError,
         r"modules is a Sequential; expected names.*modules=\[\"2\"\]",
     ),
-    "one module": (lambda: Heads(variational(), nn.Linear(5, 1)), TypeError, "is a Linear"),
+    "one module": (lambda: Heads(variational(), nn.Linear(5, 1)), TypeError, "not iterable"),
     "no such part": (lambda: Heads(variational(), ["tail"]), ValueError, "'tail', which the net"),
     "nothing in it": (lambda: Heads(variational(), ["body.1"]), ValueError, "neither parameters"),
     "a site": (

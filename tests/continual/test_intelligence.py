@@ -130,24 +130,6 @@ def test_intelligence_leaves_heads_alone_and_resumes():
         assert torch.equal(value, resumed.penalty.precisions[name])
 
 
-def test_one_optimiser_for_all_tasks_holds_as_one_for_each():
-    found = []
-    for again in (True, False):
-        bnn, _, tasks = regression()
-        intelligence = SynapticIntelligence(bnn, c=5.0)
-
-        def watched(bnn=bnn, intelligence=intelligence):
-            return intelligence.watch(OPTIMISERS["gradient descent"](bnn.parameters()))
-
-        sgd = watched()
-        for task in tasks:
-            bnn.fit([task], sgd, 10, progress=False)
-            intelligence.update()
-            sgd = watched() if again else sgd
-        found.append(bnn.state_dict()["net.0.weight"])
-    assert torch.equal(*found)
-
-
 def test_an_optimiser_that_is_watched_stays_so_after_loading():
     bnn, _, tasks = regression()
     intelligence = SynapticIntelligence(bnn, c=5.0)
@@ -214,16 +196,3 @@ def test_the_penalty_is_a_normals_log_density():
     gradients = torch.autograd.grad(penalty(leaves), list(leaves.values()))
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         torch.testing.assert_close(penalty.gradient(name, leaf), gradient)
-
-
-@pytest.mark.parametrize(
-    ("precisions", "message"),
-    [
-        ({"a": torch.ones(2), "b": torch.ones(1)}, "here there are a"),
-        ({"a": torch.ones(1)}, "here there are a"),
-        ({"a": torch.tensor([1.0, -1.0])}, "precision of 'a' is negative"),
-    ],
-)
-def test_wrong_penalties(precisions, message):
-    with pytest.raises(ValueError, match=message):
-        GaussianPenalty({"a": torch.zeros(2)}, precisions)

@@ -19,7 +19,6 @@ from tests.oracles.tasks import (
     assert_equal,
     data,
     loop_of,
-    maximum_likelihood,
     normal,
     variational,
 )
@@ -87,13 +86,6 @@ def test_draws_do_not_become_a_prior():
     bnn = tyxe.MCMC_BNN(nn.Linear(3, 1), normal(), likelihood, NUTS)
     with pytest.raises(TypeError, match=r"MCMC_BNN has draws, and no guide.*update= to the Task"):
         posterior_to_prior(bnn)
-
-
-def test_without_sites_there_is_no_prior_to_update():
-    bnn = maximum_likelihood()
-    before = copy.deepcopy(bnn.state_dict())
-    posterior_to_prior(bnn)
-    assert_equal(dict(bnn.state_dict()), dict(before))
 
 
 def test_the_matrix_holds_what_evaluate_returned():

@@ -23,16 +23,18 @@ NOISE = 0.5
 ADAM = functools.partial(torch.optim.Adam, lr=2e-2)
 
 
+def seeded(seed):
+    return {"generator": torch.Generator().manual_seed(seed)}
+
+
 def numbers(count, seed):
-    x = 4 * torch.rand(count, 1, generator=torch.Generator().manual_seed(seed)) - 2
-    noise = torch.randn(count, 1, generator=torch.Generator().manual_seed(seed + 1))
-    return x, x.sin() + NOISE * noise
+    x = 4 * torch.rand(count, 1, **seeded(seed)) - 2
+    return x, x.sin() + NOISE * torch.randn(count, 1, **seeded(seed + 1))
 
 
 def classes(count, seed):
-    x = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
-    coins = torch.rand(count, generator=torch.Generator().manual_seed(seed + 1))
-    return x, (coins < (2 * x[:, 0]).sigmoid()).long()
+    x = torch.randn(count, 2, **seeded(seed))
+    return x, (torch.rand(count, **seeded(seed + 1)) < (2 * x[:, 0]).sigmoid()).long()
 
 
 TRAIN, HELD_OUT = numbers(200, 0), numbers(400, 2)
@@ -97,10 +99,9 @@ def chains():
 
 def ensemble():
     def member(index):
+        start = net()
         torch.manual_seed(index)
-        start = tyxe.util.reset_parameters_(net())
-        torch.manual_seed(index)
-        start = tyxe.util.reset_parameters_(start)
+        tyxe.util.reset_parameters_(start)
         nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
         return annealed(tyxe.VariationalBNN(start, nothing, gaussian()), [TRAIN], 500)
 
@@ -137,7 +138,7 @@ def test_a_healthy_classifier_is_quiet():
 @pytest.mark.parametrize("size", [2, 20_000])
 def test_a_wrong_number_of_points(size):
     pairs = list(zip(*(part.split(2) for part in TRAIN), strict=True))
-    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(size), tyxe.guides.AutoNormal)
+    bnn = mean_field(net(), gaussian(size))
     with pytest.warns(tyxe.TyxeWarning, match="an epoch had 200 points"):
         bnn.fit(pairs, ADAM, 2)
     report = report_of(bnn)
@@ -154,7 +155,7 @@ def test_scales_that_are_stuck():
 
 
 def test_too_few_epochs():
-    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(), tyxe.guides.AutoNormal)
+    bnn = mean_field(net(), gaussian())
     assert verdicts(report_of(bnn))["gradient over its noise, loc"] == "fail"
     found = verdicts(report_of(variational(5)))
     assert found["gradient over its noise, scale"] == "fail"
@@ -228,7 +229,7 @@ def test_a_posterior_beside_its_plain_net():
 
 def test_units_that_the_posterior_gave_up():
     wide = nn.Sequential(nn.Linear(1, 400), nn.Tanh(), nn.Linear(400, 1))
-    bnn = tyxe.VariationalBNN(wide, NORMAL, gaussian(), tyxe.guides.AutoNormal)
+    bnn = mean_field(wide, gaussian())
     with torch.no_grad():  # two units are of use
         for name, loc in bnn.net_guide.named_parameters():
             if "scale" in name:
@@ -245,8 +246,8 @@ def test_units_that_the_posterior_gave_up():
 
 def wiggles(count, seed):
     """Return rows of five inputs, and a function of them with hardly any noise."""
-    x = torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
-    noise = torch.randn(count, 1, generator=torch.Generator().manual_seed(seed + 1))
+    x = torch.randn(count, 5, **seeded(seed))
+    noise = torch.randn(count, 1, **seeded(seed + 1))
     return x, (2 * x[:, :1]).sin() + x[:, 1:2] * x[:, 2:3] + 0.05 * noise
 
 
@@ -255,7 +256,7 @@ def of_wiggles(beta, epochs=400):
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 1))
     likelihood = likelihoods.HomoskedasticGaussian(100, scale=1.0, learn_scale=True)
-    bnn = tyxe.VariationalBNN(wide, NORMAL, likelihood, tyxe.guides.AutoNormal)
+    bnn = mean_field(wide, likelihood)
     with tyxe.poutine.local_reparameterization():
         bnn.fit([wiggles(100, 0)], ADAM, epochs, beta=beta)
     return bnn
@@ -287,20 +288,13 @@ def test_errors_are_those_of_evaluate():
     assert report["RMSE over that at the centre"].value == pytest.approx(1)
 
 
-def test_errors_of_ordered_classes_are_misclassifications():
+@pytest.mark.parametrize(
+    ("outputs", "make"),
+    [(1, functools.partial(likelihoods.Ordinal, num_classes=2)), (2, likelihoods.Categorical)],
+)
+def test_classes_that_are_not_fitted(outputs, make):
     train, held_out = classes(300, 0), classes(600, 2)
-    likelihood = likelihoods.Ordinal(300, num_classes=2)
-    bnn = tyxe.VariationalBNN(net(1, 2), NORMAL, likelihood, tyxe.guides.AutoNormal)
-    report = diagnose(bnn, [train], [held_out], num_predictions=0)
-    error, _ = bnn.evaluate([held_out], num_predictions=0, reduction="mean")
-    assert report["error of held-out data"].value == pytest.approx(float(error))
-
-
-def test_classes_that_are_not_fitted():
-    train, held_out = classes(300, 0), classes(600, 2)
-    bnn = tyxe.VariationalBNN(
-        net(2, 2), NORMAL, likelihoods.Categorical(300), tyxe.guides.AutoNormal
-    )
+    bnn = mean_field(net(outputs, 2), make(300))
     report = diagnose(bnn, [train], [held_out], num_predictions=0)
     error, _ = bnn.evaluate([held_out], num_predictions=0, reduction="mean")
     assert report["error of held-out data"].value == pytest.approx(float(error))
@@ -313,7 +307,7 @@ def test_labels_of_positions_are_counted_one_by_one():
     x, y = torch.randn(40, 3, 2), torch.randint(4, (40, 3))
     y[:, 2] = -1
     likelihood = likelihoods.Categorical(40, ignore_index=-1)
-    bnn = tyxe.VariationalBNN(nn.Linear(2, 4), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    bnn = mean_field(nn.Linear(2, 4), likelihood)
     report = diagnose(bnn, [(x, y)], [(x, y)], num_predictions=0)
     wrong = (bnn.predict(x, num_predictions=0).argmax(-1) != y)[:, :2].float().mean()
     assert report["error of held-out data"].value == pytest.approx(float(wrong))
@@ -331,7 +325,7 @@ def test_draws_that_are_worse_than_the_centre():
 def test_inputs_that_are_not_standardised():
     name = "size of inputs over that of standardised ones"
     x, y = wiggles(100, 0)
-    bnn = tyxe.VariationalBNN(nn.Linear(5, 1), NORMAL, gaussian(100), tyxe.guides.AutoNormal)
+    bnn = mean_field(nn.Linear(5, 1), gaussian(100))
     raw = x * torch.tensor([1.0, 500.0, 1.0, 1.0, 1.0])
     line = diagnose(bnn, [(raw, y)], [(raw, y)], num_predictions=2)[name]
     assert line.verdict == "warn"
@@ -348,7 +342,7 @@ def test_sites_that_the_outputs_do_not_depend_on():
         def forward(self, x):
             return self.used(x)
 
-    bnn = tyxe.VariationalBNN(Half(), NORMAL, gaussian(), tyxe.guides.AutoNormal)
+    bnn = mean_field(Half(), gaussian())
     with pytest.warns(tyxe.TyxeWarning, match="on site net.unused.bias, net.unused.weight"):
         line = report_of(bnn)["sites that the outputs do not depend on"]
     assert (line.value, line.verdict) == (2.0, "fail")
@@ -390,7 +384,7 @@ def test_the_draws_that_are_needed():
 
 def test_k_hat_is_that_of_the_density():
     """It is nothing for an exact posterior, and far from it for one that is too narrow."""
-    x = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(100, 8, **seeded(0))
     data, name = [(x, x.sum(1, keepdim=True))], "k-hat, below 0.7 for a good density"
     rprop = functools.partial(torch.optim.Rprop, lr=0.1)
     exact = tyxe.LaplaceBNN(nn.Linear(8, 1), NORMAL, gaussian(100), structure="full")
@@ -435,7 +429,7 @@ def test_nothing_changes_and_a_seed_gives_the_same_report():
 
 
 def test_the_report_is_a_dictionary_a_table_and_a_figure():
-    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(20_000), tyxe.guides.AutoNormal)
+    bnn = mean_field(net(), gaussian(20_000))
     report = diagnose(bnn, [TRAIN], [HELD_OUT])
     one = report["points in the loader over dataset_size"]
     assert report.as_dict()[one.name] == {
@@ -505,7 +499,7 @@ def test_rows_that_cannot_be_dealt_leave_lines_out():
         def forward(self, x, edges):
             return self.linear(x + x[edges[0]].mean())
 
-    bnn = tyxe.VariationalBNN(Mixing(), NORMAL, gaussian(), tyxe.guides.AutoNormal)
+    bnn = mean_field(Mixing(), gaussian())
     edges = torch.zeros(2, 7, dtype=torch.long)
     data = [((TRAIN[0], edges), TRAIN[1])]
     bnn.fit(data, ADAM, 100)
@@ -518,37 +512,32 @@ def test_rows_that_cannot_be_dealt_leave_lines_out():
 def test_a_mask_is_of_whole_batches():
     x = torch.randn(24, 2)
     y = x[:, :1]
-    bnn = mean_field(nn.Linear(2, 1), likelihoods.HomoskedasticGaussian(16, scale=0.5))
+    bnn = mean_field(nn.Linear(2, 1), gaussian(16))
     with tyxe.poutine.selective_mask(mask=torch.arange(24) < 16, expose=["likelihood.data"]):
         report = diagnose(bnn, [(x, y)], [(x, y)])
     assert report["points in the loader over dataset_size"].value == 1.0
     assert math.isfinite(report["KL over the data term"].value)
 
 
+def fitted_norm(rows):
+    x = torch.randn(rows, 2)
+    inner = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    bnn = mean_field(inner, gaussian(rows), prior)
+    bnn.fit([(x, x[:, :1])], ADAM, 4)
+    return bnn, x, x[:, :1]
+
+
 @pytest.mark.parametrize("rows", [3, 17])
 def test_norms_take_no_single_points(rows):
-    x = torch.randn(rows, 2)
-    y = x[:, :1]
-    bnn = mean_field(
-        nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
-        likelihoods.HomoskedasticGaussian(rows, scale=0.5),
-        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
-    )
-    bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 4)
-    report = diagnose(bnn, [(x, y)], [(x, y)])
+    bnn, *pair = fitted_norm(rows)
+    report = diagnose(bnn, [pair], [pair])
     assert math.isfinite(report["KL over the data term"].value)
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 def test_a_loader_of_norms_may_wait_for_another_thread():
-    x = torch.randn(24, 2)
-    y = x[:, :1]
-    bnn = mean_field(
-        nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
-        likelihoods.HomoskedasticGaussian(24, scale=0.5),
-        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
-    )
-    bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 2)
+    bnn, x, y = fitted_norm(24)
     other = copy.deepcopy(bnn)
 
     class Loader:

@@ -1,15 +1,16 @@
-"""References: recorded from converged chains, kept in files, compared with other inference."""
+"""Distances of predictives, and references: recorded from converged chains, kept in files."""
 
 import functools
 
 import pyro.distributions as dist
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 
 import tyxe
 from tyxe import files
-from tyxe.diagnostics import Reference, reference
+from tyxe.diagnostics import Reference, agreement, reference, total_variation, wasserstein2
 
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 X = torch.linspace(-1, 1, 20)[:, None]
@@ -100,15 +101,60 @@ def test_chains_that_have_not_converged_are_refused():
         reference(laplace(), X)
 
 
-def test_files_of_something_else(tmp_path):
-    bnn = laplace()
-    bnn.save(tmp_path / "bnn")
-    with pytest.raises(ValueError, match="has no reference"):
-        Reference.load(tmp_path / "bnn")
-
-
-@pytest.mark.parametrize("found", [3, {"reference": 3}, {"reference": {"inputs": torch.ones(1)}}])
+@pytest.mark.parametrize(
+    "found", [3, {"state": {}}, {"reference": 3}, {"reference": {"inputs": torch.ones(1)}}]
+)
 def test_a_file_without_a_reference_says_so(found, tmp_path):
     files.write(tmp_path / "file", found)
     with pytest.raises(ValueError, match=r"has no reference: give the path that Reference\.save"):
         Reference.load(tmp_path / "file")
+
+
+# --- distances ---------------------------------------------------------------------------------
+
+
+def test_distances_of_classes_by_hand():
+    one = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]])
+    two = torch.tensor([[0.2, 0.6, 0.2], [0.1, 0.7, 0.2]])
+    assert agreement(one, two) == 0.5
+    assert float(total_variation(one, two)) == pytest.approx(0.5 * (0.3 + 0.1))
+    assert total_variation(one, one) == 0
+    assert agreement(one, one) == 1
+
+
+def test_wasserstein_of_as_many_samples_pairs_them_in_order():
+    torch.manual_seed(0)
+    one, two = torch.randn(40, 3, 2).double(), torch.randn(40, 3, 2).double() * 2 + 1
+    gaps = one.sort(0).values - two.sort(0).values
+    expected = gaps.square().mean(0).sqrt().mean()
+    torch.testing.assert_close(wasserstein2(one, two), expected)
+
+
+@pytest.mark.parametrize(("first", "second"), [(6, 4), (5, 7), (1, 9)])
+def test_wasserstein_of_other_numbers_is_that_of_repeated_samples(first, second):
+    torch.manual_seed(0)
+    one, two = torch.randn(first, 3).double(), torch.randn(second, 3).double()
+    repeated = one.repeat_interleave(second, 0), two.repeat_interleave(first, 0)
+    torch.testing.assert_close(wasserstein2(one, two), wasserstein2(*repeated))
+    # Of one point, the first distance is SciPy's, and no larger than the second.
+    least = stats.wasserstein_distance(one[:, 0], two[:, 0])
+    assert least <= float(wasserstein2(one[:, :1], two[:, :1])) + 1e-12
+
+
+def test_wasserstein_of_gaussians():
+    torch.manual_seed(0)
+    one, two = torch.randn(100_000, 1), 1.0 + 2.0 * torch.randn(50_000, 1)
+    assert float(wasserstein2(one, two)) == pytest.approx(2**0.5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("distance", "one", "other", "message"),
+    [
+        (agreement, torch.full((3, 2), 0.5), torch.full((2, 2), 0.5), "reference has shape"),
+        (total_variation, torch.full((3, 2), 0.5), torch.ones(3, 2), "sum to"),
+        (wasserstein2, torch.zeros(4, 3), torch.zeros(4, 2), "reference has shape"),
+    ],
+)
+def test_predictives_of_other_shapes(distance, one, other, message):
+    with pytest.raises(ValueError, match=message):
+        distance(one, other)

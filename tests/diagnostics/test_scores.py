@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tests.oracles.nets import KindAndSize, kind_and_size
 from tyxe import likelihoods, metrics
 from tyxe.diagnostics import scores
@@ -82,7 +83,7 @@ def test_of_an_ensemble():
 
     def member(index):
         net = tyxe.util.reset_parameters_(nn.Linear(3, 3))
-        return tyxe.VariationalBNN(net, NORMAL, likelihoods.Categorical(40), tyxe.guides.AutoNormal)
+        return mean_field(net, likelihoods.Categorical(40))
 
     model = tyxe.EnsembleBNN(member, 3)
     found = scores(model, halves(X, y), 0)

@@ -1,8 +1,7 @@
 """Scores of samples, mixtures, intervals and draws; of abstention; weights: against quadrature,
-naive loops, scikit-learn and torchmetrics."""
+naive loops and scikit-learn."""
 
 import functools
-import math
 
 import numpy as np
 import pytest
@@ -58,17 +57,6 @@ def test_crps_of_samples_is_that_of_all_pairs(numbers):
     torch.testing.assert_close(metrics.crps_samples(samples, y), (first - 0.5 * pairs).mean())
     narrow = metrics.crps_mixture(samples, 1e-9, y)
     torch.testing.assert_close(metrics.crps_samples(samples, y), narrow)
-
-
-def test_crps_of_samples_is_that_of_torchmetrics(numbers):
-    functional = pytest.importorskip(
-        "torchmetrics.functional.regression", reason="it comes with lightning"
-    )
-    if not hasattr(functional, "continuous_ranked_probability_score"):
-        pytest.skip("this torchmetrics has no CRPS")
-    samples, _, y = numbers
-    expected = functional.continuous_ranked_probability_score(samples.T, y)
-    torch.testing.assert_close(metrics.crps_samples(samples, y), expected)
 
 
 def test_the_interval_score_is_least_at_the_quantiles():
@@ -217,11 +205,6 @@ def test_a_weight_of_two_is_the_point_twice_for_numbers(numbers):
     ]
     for metric, plain, repeated in cases:
         torch.testing.assert_close(metric(*plain, weights=count), metric(*repeated))
-
-
-def test_points_that_do_not_count_may_be_impossible():
-    probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    assert metrics.nll(probs, torch.tensor([1, 0]), torch.tensor([0.0, 1.0])) == math.log(2)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from tyxe import metrics, plotting
+from tests.oracles.tasks import ACCURACY
+from tyxe import continual, metrics, plotting
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
 matplotlib.use("Agg")
@@ -132,38 +133,17 @@ class TestPredictiveBand:
         drawn = plotting.predictive_band(X, X, scale)
         assert drawn.get_ylim() == pytest.approx(expected.get_ylim())
 
-    @pytest.mark.parametrize(
-        ("inputs", "message"),
-        [
-            ((X, X[1:], 0.1), r"mean has shape \(8,\); expected \(9,\)"),
-            ((X, X, X[1:]), r"scale has shape \(8,\)"),
-            ((X.expand(2, 9), X, 0.1), r"x has shape \(2, 9\); expected \(n,\) or \(n, 1\)"),
-            ((X[:0], X[:0], 0.1), "x is empty"),
-            ((X, X * math.nan, 0.1), "mean has 9 NaN entries"),
-            ((X, X, 0.1, (X, X[1:])), r"train_data\[1\] has shape \(8,\)"),
-        ],
-    )
-    def test_bad_inputs(self, inputs: tuple[Any, ...], message: str) -> None:
-        x, mean, scale, *data = inputs
-        with pytest.raises(ValueError, match=message):
-            plotting.predictive_band(x, mean, scale, train_data=data[0] if data else None)
-        assert plt.get_fignums() == []
-
 
 class TestCalibrationCurve:
     def test_points_are_the_metrics(self) -> None:
         probs, targets = classified()
-        ax = plotting.calibration_curve(probs, targets, label="MF", num_bins=5, min_count=1)
+        ax = plotting.calibration_curve(probs, targets, num_bins=5, min_count=1)
+        ece = 100 * metrics.expected_calibration_error(probs, targets, num_bins=5)
+        assert legend_texts(ax) == [f"ECE {ece:.1f} %"]
         curve = metrics.calibration_curve(probs, targets, num_bins=5)
         drawn = ax.lines[-1]
         np.testing.assert_allclose(drawn.get_xdata(), curve.confidence)
         np.testing.assert_allclose(drawn.get_ydata(), curve.accuracy)
-
-    @pytest.mark.parametrize(("label", "text"), [("MF", "MF (ECE 25.0 %)"), ("", "ECE 25.0 %")])
-    def test_ece_is_in_the_label(self, label: str, text: str) -> None:
-        probs = torch.tensor([[0.75, 0.25]]).expand(4, 2)
-        ax = plotting.calibration_curve(probs, torch.tensor([0, 0, 1, 1]), label=label)
-        assert legend_texts(ax) == [text]
 
     def test_curves_share_one_diagonal(self) -> None:
         ax = plotting.calibration_curve(*classified(), label="a")
@@ -171,11 +151,6 @@ class TestCalibrationCurve:
         assert len(ax.lines) == 3
         assert ax.lines[0].get_xydata().tolist() == [[0, 0], [1, 1]]
         assert ax.lines[1].get_color() != ax.lines[2].get_color()
-
-    def test_logits_are_refused_before_a_figure_is_made(self) -> None:
-        with pytest.raises(ValueError, match=r"logits\.softmax\(-1\)"):
-            plotting.calibration_curve(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))
-        assert plt.get_fignums() == []
 
 
 class TestEntropyEcdf:
@@ -203,10 +178,6 @@ class TestEntropyEcdf:
         assert (plain.lines[0].get_marker(), plain.lines[0].get_markevery()) == ("s", 0.15)
         assert plain.get_legend() is None
 
-    def test_probabilities_are_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"entropy has shape \(60, 4\)"):
-            plotting.entropy_ecdf(classified()[0])
-
 
 class TestOodHistogram:
     def test_fractions_over_shared_bins(self) -> None:
@@ -224,8 +195,6 @@ class TestOodHistogram:
         assert legend_texts(ax) == ["in-distribution", "out-of-distribution"]
         assert ax.get_legend().get_title().get_text() == "AUROC 0.875"
         assert ax.get_xlabel() == "maximal probability"
-
-    def test_constant_scores(self) -> None:
         ax = plotting.ood_histogram(torch.ones(3), torch.ones(2))
         assert ax.get_legend().get_title().get_text() == "AUROC 0.500"
 
@@ -286,18 +255,6 @@ class TestCalibrationAndEntropy:
             assert not any(
                 box.y0 + 1 < ax.bbox.y1 and ax.bbox.y0 < box.y1 - 1 for ax in figure.axes
             )
-
-    def test_no_results(self) -> None:
-        with pytest.raises(ValueError, match="results is empty; expected at least one method"):
-            plotting.calibration_and_entropy({})
-
-    @pytest.mark.parametrize("bad", [0, 2])
-    def test_a_bad_method_leaves_no_figure(self, bad: int) -> None:
-        entry = list(RESULTS["MAP"])
-        entry[bad] = entry[bad] - 3
-        with pytest.raises(ValueError, match="expected probabilities that sum"):
-            plotting.calibration_and_entropy({"good": RESULTS["MF"], "bad": tuple(entry)})
-        assert plt.get_fignums() == []
 
 
 def test_risk_coverage_is_the_curve():
@@ -381,3 +338,90 @@ def test_first_epochs_do_not_flatten_the_others():
     assert inset.get_ylim()[1] > 1e4
     calm = SimpleNamespace(loss=loss[3:], log_likelihood=[-v for v in loss[3:]], kl=[1.0] * 40)
     assert plotting.history(calm).child_axes == []
+
+
+# --- accuracy over tasks ------------------------------------------------------------------------
+
+
+def test_accuracies_have_means_and_two_standard_errors():
+    torch.manual_seed(0)
+    runs = torch.rand(4, 3, 3)
+    ax = plotting.accuracy_over_tasks({"several": runs, "one": ACCURACY})
+    several, one = ax.containers
+    average = continual.average_accuracy(runs)
+    line, _, (bars,) = several
+    torch.testing.assert_close(torch.tensor(line.get_ydata().tolist()), 100 * average.mean(0))
+    assert line.get_xdata().tolist() == [1, 2, 3]
+    heights = torch.tensor([[y for _, y in segment] for segment in bars.get_segments()])
+    torch.testing.assert_close(heights.diff()[:, 0], 400 * average.std(0) / 2, check_dtype=False)
+    expected = 100 * continual.average_accuracy(ACCURACY)
+    torch.testing.assert_close(torch.tensor(one[0].get_ydata().tolist()), expected)
+    assert not one.has_yerr
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["several", "one"]
+    assert ax.get_ylabel() == "mean accuracy (%)"
+
+
+def test_no_two_methods_look_alike():
+    ax = plotting.accuracy_over_tasks({f"method {i}": ACCURACY for i in range(25)})
+    lines = [container.lines[0] for container in ax.containers]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 25
+
+
+def test_accuracies_are_of_the_tasks_that_all_runs_have_finished():
+    runs = torch.rand(2, 4, 4)
+    runs[0, 3], runs[1, 2:] = math.nan, math.nan  # stopped after three tasks, and after two
+    ax = plotting.accuracy_over_tasks({"stopped": runs, "one": runs[0]})
+    several, one = (container[0] for container in ax.containers)
+    expected = 100 * continual.average_accuracy(runs)
+    assert several.get_xdata().tolist() == [1, 2]
+    found = torch.tensor(several.get_ydata().tolist())
+    torch.testing.assert_close(found, expected[:, :2].mean(0))
+    assert one.get_xdata().tolist() == [1, 2, 3]
+    torch.testing.assert_close(torch.tensor(one.get_ydata().tolist()), expected[0, :3])
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+BAND, METHODS = plotting.predictive_band, plotting.calibration_and_entropy
+TASKS, (PROBS, TARGETS, OOD) = plotting.accuracy_over_tasks, RESULTS["MAP"]
+LOGITS, HOLE = PROBS - 3, torch.tensor([[0.9, 0.0], [math.nan, 0.8]])
+
+
+def band_of(x: Tensor, mean: Tensor, scale: float, data: tuple[Tensor, Tensor]) -> Any:
+    return BAND(x, mean, scale, train_data=data)
+
+
+@pytest.mark.parametrize(
+    ("draw", "inputs", "kind", "message"),
+    [
+        (BAND, (X, X[1:], 0.1), ValueError, r"mean has shape \(8,\); expected \(9,\)"),
+        (BAND, (X, X, X[1:]), ValueError, r"scale has shape \(8,\)"),
+        (BAND, (X.expand(2, 9), X, 0.1), ValueError, r"x has .* expected \(n,\) or \(n, 1\)"),
+        (BAND, (X[:0], X[:0], 0.1), ValueError, "x is empty"),
+        (BAND, (X, X * math.nan, 0.1), ValueError, "mean has 9 NaN entries"),
+        (band_of, (X, X, 0.1, (X, X[1:])), ValueError, r"train_data\[1\] has shape \(8,\)"),
+        (plotting.calibration_curve, (LOGITS, TARGETS), ValueError, r"logits\.softmax\(-1\)"),
+        (plotting.entropy_ecdf, (PROBS,), ValueError, r"entropy has shape \(60, 4\)"),
+        (METHODS, ({},), ValueError, "results is empty; expected at least one method"),
+        (METHODS, ({"a": RESULTS["MF"], "b": (LOGITS, TARGETS, OOD)},), ValueError, "that sum"),
+        (METHODS, ({"a": RESULTS["MF"], "b": (PROBS, TARGETS, LOGITS)},), ValueError, "that sum"),
+        (TASKS, ({},), ValueError, "at least one method"),
+        (TASKS, ({"a": torch.rand(2, 3)},), ValueError, r"expected \(runs, 3, 3\): after each"),
+        (TASKS, ({"a": torch.rand(1, 2, 2, 2)},), ValueError, r"'a'\] has shape \(1, 2, 2, 2\)"),
+        (TASKS, ({"a": torch.rand(3)},), ValueError, r"'a'\] has shape \(3,\)"),
+        (
+            TASKS,
+            ({"a": torch.full((2, 2), math.nan)},),
+            ValueError,
+            "is all NaN after the first",
+        ),
+        (TASKS, ({"a": HOLE},), ValueError, r"'a'\] has 1 NaN"),
+        (TASKS, ({"a": [[1.0]]},), TypeError, "expected a tensor"),
+    ],
+)
+def test_bad_inputs_leave_no_figure(
+    draw: Callable[..., Any], inputs: tuple[Any, ...], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        draw(*inputs)
+    assert plt.get_fignums() == []

@@ -278,21 +278,19 @@ def check_classes(values: Any, y: Any, soft: bool = False) -> tuple[Tensor, Tens
     Targets are labels, `(n,)`, or where `soft` allows it probabilities of classes, `(n, C)`.
     """
     rows, found = check_logits(values), _targets(y)
-    if found.values.is_floating_point() and found.values.numel() == rows.numel():
+    targets = found.values.flatten().to(rows.device)
+    is_soft = targets.is_floating_point() and targets.numel() == rows.numel()
+    if is_soft:
         if not soft:
             raise TypeError("targets are probabilities of classes; pass labels: targets.argmax(-1)")
-        counts = replace(found, values=found.values[..., 0]).counts_within()
-        kept = slice(None) if counts is None else counts.flatten() > 0
-        each = torch.ones_like(rows[:, 0]) if counts is None else counts.flatten().to(rows)
-        probs = check_probs(found.values.reshape(rows.shape)[kept].to(rows))
-        return rows[kept], probs, each[kept]
+        targets = targets.view_as(rows).to(rows)
+        found = replace(found, values=found.values[..., 0])
     counts = found.counts_within()
-    classes = found.values.reshape(-1).to(rows.device)
-    each = torch.ones_like(rows[:, 0]) if counts is None else counts.reshape(-1).to(rows)
-    if each.shape == rows.shape[:1] == classes.shape:
+    each = torch.ones_like(rows[:, 0]) if counts is None else counts.flatten().to(rows)
+    if len(each) == len(rows) == len(targets):
         kept = each > 0
-        rows, classes, each = rows[kept], classes[kept], each[kept]
-    return rows, check_targets(classes, rows), each
+        rows, targets, each = rows[kept], targets[kept], each[kept]
+    return rows, check_probs(targets) if is_soft else check_targets(targets, rows), each
 
 
 def _targets(y: Any) -> Targets:

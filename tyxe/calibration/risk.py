@@ -117,12 +117,7 @@ def _binomial_tail(errors: int, count: int, risk: float) -> float:
     """
     if errors >= count * risk:
         return 1.0
-    choices = math.lgamma(count + 1) - math.lgamma(errors + 1) - math.lgamma(count - errors + 1)
-    first = math.exp(choices + errors * math.log(risk) + (count - errors) * math.log1p(-risk))
-    term = total = 1.0
-    for e in range(errors, 0, -1):  # terms fall from the expectation down
-        term *= e / (count - e + 1) * (1 - risk) / risk
-        total += term
-        if term < 1e-17 * total:
-            break
-    return first * total
+    e = torch.arange(errors + 1, dtype=torch.float64, device="cpu")
+    choices = math.lgamma(count + 1) - (e + 1).lgamma() - (count - e + 1).lgamma()
+    logs = choices + e * math.log(risk) + (count - e) * math.log1p(-risk)
+    return float(logs.logsumexp(0).exp())

@@ -58,8 +58,12 @@ class Heads:
 
     def __init__(self, bnn: BNN, modules: Iterable[str]) -> None:
         self._bnn = check.one_of("bnn", bnn, BNN, "a BNN of tyxe")
+        if isinstance(modules, str):
+            raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
+        expected = 'names or globs of parts of bnn.net, such as modules=["2"]'
+        globs = [check.one_of("a part in modules", name, str, expected) for name in modules]
         # Places and not tensors, because moving a BNN replaces its buffers.
-        self._places = _places_of(bnn, _names_in(modules))
+        self._places = _places_of(bnn, globs)
         self._warn_of_norms()
         self._start = self._snapshot()
         self._kept: dict[Task, Values] = {}
@@ -175,15 +179,6 @@ class Heads:
             for name, tensor in self._tensors().items():
                 tensor.copy_(values[name])
         self._current = task
-
-
-def _names_in(modules: Iterable[str]) -> list[str]:
-    if isinstance(modules, str):
-        raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
-    check.one_of("modules", modules, Iterable, "names of parts")
-    names: list[Any] = [modules] if isinstance(modules, nn.Module) else list(modules)
-    expected = 'names or globs of parts of bnn.net, such as modules=["2"]'
-    return [check.one_of("a part in modules", name, str, expected) for name in names]
 
 
 def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:

@@ -25,19 +25,10 @@ class GaussianPenalty:
 
     `means` are `m` and `precisions` `lambda`, by name. The caller decides whether to add the
     penalty to a sum or to a mean over data.
-
-    Raises:
-        ValueError: names or shapes differ; a negative precision.
     """
 
     means: Mapping[str, Tensor]
     precisions: Mapping[str, Tensor]
-
-    def __post_init__(self) -> None:
-        check_shapes("the precisions are", self.precisions, self.means)
-        for name, precision in self.precisions.items():
-            if bool((precision < 0).any()):
-                raise ValueError(f"the precision of {name!r} is negative; expected 0 or more")
 
     def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the penalty of weights by name, differentiable in them."""
@@ -133,23 +124,20 @@ class SynapticIntelligence:
         if optimizer in self._watched:
             raise ValueError("this optimiser is watched already; each needs it once")
         self._watched.add(optimizer)
-        gradients: dict[str, Tensor] = {}
-        before: dict[str, Tensor] = {}
+        noted: dict[str, tuple[Tensor, Tensor]] = {}
 
         @torch.no_grad()
         def note(*_: Any) -> None:
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None:
-                    gradients[name] = parameter.grad.clone()
-                    before[name] = parameter.detach().clone()
+                    noted[name] = parameter.grad.clone(), parameter.detach().clone()
                     parameter.grad += self.penalty.gradient(name, parameter)
 
         @torch.no_grad()
         def gather(*_: Any) -> None:
-            for name, gradient in gradients.items():
-                self._omega[name] -= gradient * (self._parameters[name] - before[name])
-            gradients.clear()
-            before.clear()
+            for name, (gradient, before) in noted.items():
+                self._omega[name] -= gradient * (self._parameters[name] - before)
+            noted.clear()
 
         optimizer.register_step_pre_hook(note)
         optimizer.register_step_post_hook(gather)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,6 @@ from tyxe.threads import exclusive
 from tyxe.util import pyro_sample_sites
 
 _KEYS = {"tasks", "done", "accuracy", "bnn", "heads", "parts", "rng"}
-
-
-class Stateful(Protocol):
-    """An object whose state can be saved with a loop."""
-
-    def state_dict(self) -> Any:
-        """Return plain containers of tensors and numbers."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Load what `state_dict` returned."""
 
 
 @check.arguments
@@ -89,7 +79,8 @@ class TaskLoop:
         update: `update(task)` after the fit; by default the posterior becomes the prior.
         heads: switched to the task before each of these calls, and started for new tasks.
         ahead: score each task before its fit as well, for `forward_transfer`.
-        parts: other objects to save, by name: penalties, coresets, an optimiser for all tasks.
+        parts: other objects to save, by name, each with `state_dict` and `load_state_dict`:
+            penalties, coresets, an optimiser for all tasks.
 
     Raises:
         TypeError: a string in place of the tasks, or a task that is neither string nor integer.
@@ -120,7 +111,7 @@ class TaskLoop:
         *,
         heads: Heads | None = None,
         ahead: bool = False,
-        parts: Mapping[str, Stateful] | None = None,
+        parts: Mapping[str, Any] | None = None,
     ) -> None:
         self.tasks = list(tasks)
         for task in self.tasks:

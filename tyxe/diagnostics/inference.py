@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,35 +13,31 @@ from typing import Any, TypeVar
 import torch
 import torch.distributions as td
 from pyro.infer.autoguide import AutoDelta
+from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tyxe.bnn import LaplaceBNN, VariationalBNN
+from tyxe.bnn import MCMC_BNN, LaplaceBNN, VariationalBNN
 from tyxe.bnn.checks import KL_DWARFS, UNLIKE, distance_from_standard, relative_scale
 from tyxe.bnn.elbo import Objective
 from tyxe.bnn.reading import unread_sites
 from tyxe.bnn.runtime import fitting
 from tyxe.diagnostics.case import Case, spared
-from tyxe.diagnostics.mixing import chains
-from tyxe.diagnostics.psis import pareto_k
+from tyxe.diagnostics.psis import tails
 from tyxe.diagnostics.report import ANY, Line, above, below
-from tyxe.distributions import JointDistribution, PrunedNormal
-from tyxe.guides import Guide
+from tyxe.distributions import PrunedNormal
 from tyxe.guides.normal import MeanField
 from tyxe.guides.swag import SWAGGuide
 from tyxe.laplace.search import spectrum
 from tyxe.poutine import selective_mask
 from tyxe.predictive.norms import norms_of
+from tyxe.samplers.hamiltonian import Hamiltonian
 from tyxe.threads import handlers
 from tyxe.util import is_constant
 
 # Batches below which the rows of an epoch are dealt into parts, for a variance over these.
 FEWEST, PARTS = 8, 16
-# Points times weights times parts up to which log-ratios of draws are computed.
-AFFORDABLE = 10**8
-# Weights of a site up to which k-hat can say something, and draws for it.
-TELLING, NUM_RATIOS = 300, 100
 T = TypeVar("T")
 
 
@@ -335,67 +331,64 @@ def _like_prior(q: td.Distribution, prior: td.Distribution) -> tuple[int, float]
     return len(dead), float(dead.double().mean())
 
 
-def tails(case: Case) -> Iterator[Line]:
-    """Take k-hat of each part of the posterior that is small enough, others at their centre."""
+# -------------------------------------------------------------------------------------- the chains
+
+
+def chains(case: Case) -> Iterator[Line]:
+    """Look at the chains of an `MCMC_BNN`, in the net's outputs and the log joint."""
     bnn = case.bnn
-    guide = getattr(bnn, "net_guide", None)
-    size = sum(shape.numel() for shape in bnn._site_shapes().values())
-    if guide is None or bnn.likelihood.latent_priors():
+    if not isinstance(bnn, MCMC_BNN):
         return
-    prefix = bnn.net_prior.prefix
-    priors = {prefix + name: prior for name, prior in bnn.net_prior.priors()}
-    if not all(isinstance(prior, td.Distribution) for prior in priors.values()):
+    bnn.get_samples()
+    samples = dict(bnn.samples.items())
+    moved = torch.stack([(v != v[:, :1]).flatten(1).any(1) for v in samples.values()]).any(0)
+    yield Line(
+        "chains that never moved",
+        float((~moved).sum()),
+        below(0.0),
+        below(0.0),
+        "every proposal was rejected: a smaller step_size, or warm up longer",
+    )
+    count, length = next(iter(samples.values())).shape[:2]
+    outputs = bnn.predict(case.held_out[:1], num_predictions=count * length, aggregate=False)
+    if length >= 4:  # split chains have two halves of two
+        parts = [t.unflatten(0, (count, length)).flatten(2).double() for t in tree_leaves(outputs)]
+        yield from _of_mixing("held-out outputs", torch.cat(parts, -1))
+    run = bnn._chains
+    if run is None:
         return
-    parts = {n: q for n, q in _parts(bnn).items() if q.event_shape.numel() <= TELLING}
-    if len(parts) * size * bnn.likelihood.dataset_size > AFFORDABLE:
-        return
-    found = {
-        name.removeprefix(prefix): pareto_k(_log_ratios(case, name, q, priors))
-        for name, q in parts.items()
-    }
-    if found:
-        # Without a verdict: above .7, as for most guides, it says nothing about predictions.
-        yield Line.of_parts("k-hat, below 0.7 for a good density", found, ANY, ANY, "")
+    kernel, statistics = run.run.kernel, run.statistics
+    if isinstance(kernel, Hamiltonian):
+        yield Line(
+            "share of divergent transitions",
+            float(statistics["diverged"].double().mean()),
+            below(0.0),
+            below(0.01),
+            "raise target_accept_prob, warm up longer, or take a prior that bounds scales away "
+            "from zero",
+        )
+        size = sum(v[0, 0].numel() for v in samples.values())
+        energy = size / (size / 2 + run.potentials.double().var(1))
+        yield Line(
+            "energy's Bayesian fraction of missing information",
+            float(energy.min()),
+            above(0.3),
+            above(0.1),
+            "momenta change the energy too little: reparametrise, or take priors of lighter tails",
+        )
+    if not kernel.takes_batches and length >= 4:
+        yield from _of_mixing("log joint", run.potentials.double()[..., None])
 
 
-def _parts(bnn: Any) -> dict[str, td.Distribution]:
-    """Return a posterior's independent parts, by site's joint name, or one over all."""
-    guide = bnn.net_guide
-    if isinstance(bnn, LaplaceBNN):
-        return {"all": bnn.state.posterior()}
-    if isinstance(guide, Guide):
-        joints = {joint.name: joint for joint in guide.joints()}
-        coupled = {name for joint in joints.values() for name in joint.names}
-        alone = {n: q for n, q in guide.posterior().items() if n not in coupled}
-        return {**joints, **alone}
-    joint = guide.joint_normal()
-    if joint is not None:
-        return {"all": joint}
-    return dict(guide.independent_normals() or {})
-
-
-@torch.no_grad()
-def _log_ratios(case: Case, name: str, q: td.Distribution, priors: Mapping[str, Any]) -> Tensor:
-    """Return `log p(D, w) - log q(w)` at draws of a part, up to a constant, in nats."""
-    centre, ratios = case.bnn._mean_values(), []
-    for _ in range(NUM_RATIOS):
-        drawn = q.sample()
-        values = q.unflatten(drawn) if isinstance(q, JointDistribution) else {name: drawn}
-        prior = sum(float(priors[n].log_prob(v).sum()) for n, v in values.items())
-        ratio = _log_likelihood(case, {**centre, **values}) + prior
-        ratios.append(ratio - float(q.log_prob(drawn).sum()))
-    return torch.tensor(ratios, dtype=drawn.dtype, device="cpu")
-
-
-def _log_likelihood(case: Case, values: dict[str, Tensor]) -> float:
-    """Return the log-likelihood of the training data at weights, in nats."""
-    bnn, total = case.bnn, 0.0
-    factor = 1 / getattr(bnn, "temperature", 1.0)
-    with bnn._predicting():
-        for inputs, targets in case.to_fit:
-            outputs = bnn._run_net(values, inputs)
-            total += float(bnn.likelihood.log_likelihood(outputs, targets, reduction="sum"))
-    return factor * total
+def _of_mixing(what: str, values: Tensor) -> Iterator[Line]:
+    """Return the largest split R-hat and least effective sample size of `(chains, S, ...)`."""
+    more = "take more samples and warm-up steps: fit(..., num_samples, warmup_steps=)"
+    r_hat = split_gelman_rubin(values, chain_dim=0, sample_dim=1)
+    worst = math.inf if not bool(r_hat.isfinite().all()) else float(r_hat.max())
+    yield Line(f"R-hat of {what}", worst, below(1.01), below(1.1), more)
+    effective = effective_sample_size(values, chain_dim=0, sample_dim=1)
+    least = float(effective.nan_to_num(0.0).min())
+    yield Line(f"effective samples of {what}", least, above(100.0), above(20.0), more)
 
 
 CHECKS = (inputs, fit, laplace, scales, tails, chains)

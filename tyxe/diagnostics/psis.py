@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.distributions as td
 from torch import Tensor
 
 from tyxe import check
+from tyxe.bnn import LaplaceBNN
+from tyxe.diagnostics.case import Case
+from tyxe.diagnostics.report import ANY, Line
+from tyxe.distributions import JointDistribution
+from tyxe.guides import Guide
 from tyxe.metrics.checks import check_real
 
 FEWEST = 5
+# Points times weights times parts up to which log-ratios of draws are computed.
+AFFORDABLE = 10**8
+# Weights of a site up to which k-hat can say something, and draws for it.
+TELLING, NUM_RATIOS = 300, 100
 
 
 def pareto_k(log_ratios: Tensor) -> float:
@@ -75,3 +87,69 @@ def _shape(excess: Tensor) -> float:
     best = (profile.softmax(0) * theta).sum()
     shape = float(torch.log1p(-best * excess).mean())
     return (shape * count + 0.5 * 10) / (count + 10)
+
+
+# ------------------------------------------------------------------- the check of a diagnosis
+
+
+def tails(case: Case) -> Iterator[Line]:
+    """Take k-hat of each part of the posterior that is small enough, others at their centre."""
+    bnn = case.bnn
+    guide = getattr(bnn, "net_guide", None)
+    size = sum(shape.numel() for shape in bnn._site_shapes().values())
+    if guide is None or bnn.likelihood.latent_priors():
+        return
+    prefix = bnn.net_prior.prefix
+    priors = {prefix + name: prior for name, prior in bnn.net_prior.priors()}
+    if not all(isinstance(prior, td.Distribution) for prior in priors.values()):
+        return
+    parts = {n: q for n, q in _parts(bnn).items() if q.event_shape.numel() <= TELLING}
+    if len(parts) * size * bnn.likelihood.dataset_size > AFFORDABLE:
+        return
+    found = {
+        name.removeprefix(prefix): pareto_k(_log_ratios(case, name, q, priors))
+        for name, q in parts.items()
+    }
+    if found:
+        # Without a verdict: above .7, as for most guides, it says nothing about predictions.
+        yield Line.of_parts("k-hat, below 0.7 for a good density", found, ANY, ANY, "")
+
+
+def _parts(bnn: Any) -> dict[str, td.Distribution]:
+    """Return a posterior's independent parts, by site's joint name, or one over all."""
+    guide = bnn.net_guide
+    if isinstance(bnn, LaplaceBNN):
+        return {"all": bnn.state.posterior()}
+    if isinstance(guide, Guide):
+        joints = {joint.name: joint for joint in guide.joints()}
+        coupled = {name for joint in joints.values() for name in joint.names}
+        alone = {n: q for n, q in guide.posterior().items() if n not in coupled}
+        return {**joints, **alone}
+    joint = guide.joint_normal()
+    if joint is not None:
+        return {"all": joint}
+    return dict(guide.independent_normals() or {})
+
+
+@torch.no_grad()
+def _log_ratios(case: Case, name: str, q: td.Distribution, priors: Mapping[str, Any]) -> Tensor:
+    """Return `log p(D, w) - log q(w)` at draws of a part, up to a constant, in nats."""
+    centre, ratios = case.bnn._mean_values(), []
+    for _ in range(NUM_RATIOS):
+        drawn = q.sample()
+        values = q.unflatten(drawn) if isinstance(q, JointDistribution) else {name: drawn}
+        prior = sum(float(priors[n].log_prob(v).sum()) for n, v in values.items())
+        ratio = _log_likelihood(case, {**centre, **values}) + prior
+        ratios.append(ratio - float(q.log_prob(drawn).sum()))
+    return torch.tensor(ratios, dtype=drawn.dtype, device="cpu")
+
+
+def _log_likelihood(case: Case, values: dict[str, Tensor]) -> float:
+    """Return the log-likelihood of the training data at weights, in nats."""
+    bnn, total = case.bnn, 0.0
+    factor = 1 / getattr(bnn, "temperature", 1.0)
+    with bnn._predicting():
+        for inputs, targets in case.to_fit:
+            outputs = bnn._run_net(values, inputs)
+            total += float(bnn.likelihood.log_likelihood(outputs, targets, reduction="sum"))
+    return factor * total

@@ -95,10 +95,7 @@ class _Binomials:
         self.size = size
         self.levels = torch.arange(1, draws + 1, dtype=torch.float64, device="cpu") / (draws + 1)
         counts = torch.arange(self.size + 1, dtype=torch.float64, device="cpu")
-        choose = torch.tensor(self.size + 1.0, dtype=torch.float64, device="cpu").lgamma()
-        choose = choose - (counts + 1).lgamma() - (self.size - counts + 1).lgamma()
-        p = self.levels[:, None]
-        each = (choose + counts * p.log() + (self.size - counts) * (1 - p).log()).exp()
+        each = torch.distributions.Binomial(self.size, self.levels[:, None]).log_prob(counts).exp()
         self.below, self.above = each.cumsum(1), each.flip(1).cumsum(1).flip(1)
         uniform = torch.Generator().manual_seed(0)
         ranks = torch.randint(draws + 1, (SIMULATED, self.size), generator=uniform, device="cpu")
@@ -208,7 +205,7 @@ def _kept(path: Any, told: Mapping[str, Any]) -> dict[int, list[int]]:
     if path is None or not Path(path).exists():
         return {}
     saved = files.read(path)
-    if not isinstance(saved, dict) or not _are_ranks(saved.get("ranks")):
+    if not isinstance(saved, dict) or "ranks" not in saved:
         raise ValueError(f"{path} has no ranks that sbc has written: take another file")
     other = [name for name, value in told.items() if saved.get(name) != value]
     if other:
@@ -216,14 +213,6 @@ def _kept(path: Any, told: Mapping[str, Any]) -> dict[int, list[int]]:
             f"{path} has ranks of other settings ({', '.join(other)}): take another file, or these"
         )
     return dict(saved["ranks"])
-
-
-def _are_ranks(ranks: Any) -> bool:
-    """Whether these are lists of ranks by simulation."""
-    return isinstance(ranks, dict) and all(
-        isinstance(index, int) and isinstance(row, list) and all(isinstance(r, int) for r in row)
-        for index, row in ranks.items()
-    )
 
 
 def _each(one: Any, indices: list[int], num_workers: int) -> Iterator[tuple[int, list[int]]]:

@@ -6,11 +6,6 @@ from torch import Tensor
 from tyxe import check
 
 
-def reads_numbers() -> bool:
-    """Whether numbers may be read to check them, which an exported or compiled graph cannot do."""
-    return not torch.compiler.is_compiling()
-
-
 def check_real(name: str, value: Tensor) -> Tensor:
     """Return the tensor in float32 at least, if it is floating point, not empty, without NaNs."""
     check.one_of(name, value, Tensor, f"a tensor: pass torch.as_tensor({name})")
@@ -21,7 +16,8 @@ def check_real(name: str, value: Tensor) -> Tensor:
             f"{name} is empty, of shape {tuple(value.shape)}; expected at least one point: "
             "collect the batches with torch.cat(batches)"
         )
-    if reads_numbers() and value.isnan().any():
+    # An exported or compiled graph cannot read numbers.
+    if not torch.compiler.is_compiling() and value.isnan().any():
         raise ValueError(
             f"{name} has {int(value.isnan().sum())} NaN entries; expected none: "
             f"find them with {name}.isnan().nonzero()"
@@ -38,7 +34,7 @@ def check_probs(probs: Tensor) -> Tensor:
             "probs.mean(0) for stacked draws, torch.stack([1 - p, p], -1) for probabilities `p` "
             "of one class"
         )
-    if not reads_numbers():
+    if torch.compiler.is_compiling():
         return checked
     sums = checked.sum(-1)
     # rounding to half precision alone moves a sum by up to eps / 2

@@ -54,15 +54,6 @@ def axes(ax: "Axes | None") -> "Axes":
     return ax
 
 
-def starting_at_zero(ax: "Axes", axis: str) -> None:
-    """Let an axis begin at 0, and end where all that is drawn does, now and after later calls."""
-    limits = {"x": ax.get_xlim, "y": ax.get_ylim}[axis]()  # of all that is there
-    if axis == "x":
-        ax.set_xlim(0, limits[1], auto=None)
-    else:
-        ax.set_ylim(0, limits[1], auto=None)
-
-
 def flat(name: str, value: Tensor, like: Tensor | None = None) -> Tensor:
     """Return a column or vector as a float64 vector on the CPU, of the length of `like`."""
     vector = check_real(name, value).detach().cpu().double()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tyxe import metrics
-from tyxe.plotting.axes import PALETTE, axes, flat, look_of, pyplot, starting_at_zero
+from tyxe.plotting.axes import PALETTE, axes, flat, look_of, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,7 +129,7 @@ def entropy_ecdf(
         label=label,
     )
     ax.set(xlabel="predictive entropy (nats)", ylabel="fraction of points", ylim=(-0.02, 1.02))
-    starting_at_zero(ax, "x")
+    ax.set_xlim(left=0, auto=None)  # the other end follows later calls
     if label is not None:
         ax.legend(frameon=False)
     return ax
@@ -195,7 +195,7 @@ def risk_coverage(
     said = f"{label} (AURC {area:.3f})" if label else f"AURC {area:.3f}"
     ax.step(flat("coverage", curve.coverage), flat("risk", curve.risk), where="post", label=said)
     ax.set(xlabel="coverage", ylabel="error", xlim=(0, 1.02))
-    starting_at_zero(ax, "y")
+    ax.set_ylim(bottom=0, auto=None)  # the other end follows later calls
     ax.legend(frameon=False)
     return ax
 
@@ -215,8 +215,7 @@ def calibration_and_entropy(
         results: for each method's name `(probs, targets, ood_probs)`: class probabilities of the
             test set `(n, C)`, its targets `(n,)`, and the probabilities of out-of-distribution
             points `(m, C)`, or None to leave them out.
-        num_bins: number of equal-width bins of the maximal probability.
-        min_count: bins with fewer points are left out of the calibration curve.
+        num_bins, min_count: of `calibration_curve`.
 
     Raises:
         ValueError: there are no results.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.metrics.checks import check_real
 from tyxe.plotting.axes import PALETTE, axes, look_of
 
@@ -123,21 +124,17 @@ def _over_tasks(name: str, accuracy: Tensor) -> Tensor:
     """Return the mean over the tasks seen, `(runs, tasks finished)`, in float64 on the CPU."""
     label = f"results[{name!r}]"
     check_real(label, accuracy.nan_to_num() if isinstance(accuracy, Tensor) else accuracy)
-    if accuracy.dim() not in (2, 3) or accuracy.shape[-1] != accuracy.shape[-2]:
-        raise ValueError(
-            f"the accuracies of {name!r} have shape {tuple(accuracy.shape)}, expected "
-            "(runs, T, T): after each task, on each task"
-        )
+    accuracy = accuracy[None] if accuracy.dim() == 2 else accuracy
+    square = accuracy.shape[-1:] * 2
+    check.shape(label, accuracy, ("runs", *square), ": after each task, on each task")
     lower = accuracy.detach().tril().cpu().double()
-    lower = lower[None] if lower.dim() == 2 else lower
     if not (tasks := _finished(lower)):
         raise ValueError(
-            f"the accuracies of {name!r} are all NaN after the first task: leave {name!r} out "
-            "until each of its runs has finished a task"
+            f"{label} is all NaN after the first task: leave {name!r} out until each of its runs "
+            "has finished a task"
         )
-    return check_real(label, lower[:, :tasks, :tasks]).sum(-1) / torch.arange(
-        1, tasks + 1, device="cpu"
-    )
+    finished = check_real(label, lower[:, :tasks, :tasks])
+    return finished.sum(-1) / torch.arange(1, tasks + 1, device="cpu")
 
 
 def _finished(lower: Tensor) -> int:
