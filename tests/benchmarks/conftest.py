@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.benchmarks.places import BENCHMARKS, ROOT, Helper, RunScript
+from tests.benchmarks.helpers import BENCHMARKS, ROOT, Helper, RunScript
 
 # The experiments' modules read data as the examples do.
 FOLDERS = (BENCHMARKS, ROOT / "examples")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.benchmarks.places import Helper
+from tests.benchmarks.helpers import Helper
 
 
 def test_contestants_take_turns(helper: Helper) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tyxe
-from tests.benchmarks.places import Helper
+from tests.benchmarks.helpers import Helper
 from tyxe.bnn.training import FitOptions, Trainer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.benchmarks.places import Helper
+from tests.benchmarks.helpers import Helper
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.benchmarks.places import BENCHMARKS, ROOT, Helper, RunScript
+from tests.benchmarks.helpers import BENCHMARKS, ROOT, Helper, RunScript
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))

@@ -272,24 +272,6 @@ def test_fit_moves_graphs(graph):
     assert set(bnn.net.places) == {"cpu"}
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_graphs_move_with_the_batch(name: str, data):
-    graph_of, sum_neighbours = cora.backend(name)
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
-    bnn = tyxe.VariationalBNN(
-        net_of(sum_neighbours), prior, tyxe.likelihoods.Categorical(100)
-    ).double()
-    for loader in (
-        [((graph_of(data.edges), data.features), data.labels)],
-        cora.NeighborLoader(data, [2, 2], data.masks["train"], graph_of, batch_size=50),
-    ):
-        count = sum(len(y) for _, y in loader)
-        mask = torch.arange(count) < 50 if count == NODES else torch.ones(50, dtype=torch.bool)
-        with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
-            history = bnn.fit(loader, torch.optim.Adam, 2, device="cpu", progress=False)
-        assert all(math.isfinite(loss) for loss in history.loss)
-
-
 # --------------------------------------------------------------------------- bad input
 
 

@@ -1,14 +1,18 @@
-"""experiments/inducing_toy.py and inducing_images.py, and the parts that they are made of."""
+"""experiments/inducing_toy.py, inducing_images.py and corruptions.py, and their parts."""
 
 import math
+import statistics
 from functools import partial
 
+import corruptions
 import inducing_images
 import inducing_toy
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tyxe
+from tests.experiments.conftest import cells_of
 from tyxe.testing import check_guide
 
 
@@ -181,18 +185,26 @@ def test_longer_fits_have_all_parts_of_a_schedule_longer(monkeypatch):
     assert names == ["inducing_digits", "inducing_digits_3_times"]
 
 
-def test_corruptions_get_stronger_by_level():
+@pytest.mark.parametrize(
+    ("module", "way"), [(m, way) for m in (inducing_images, corruptions) for way in m.CORRUPTIONS]
+)
+def test_levels_get_stronger(module, way: str):
     """Each is further from the image than the one before, and the same at every call."""
+    corrupt, strengths = module.CORRUPTIONS[way]
+    x = F.interpolate(torch.rand(20, 3, 7, 7), (28, 28), mode="bilinear")
+    x, distances = 0.9 * x + 0.1 * torch.rand_like(x), [0.0]
+    for strength in strengths:
+        found = corrupt(x, strength)
+        assert found.shape == x.shape
+        assert torch.equal(found, corrupt(x, strength))
+        assert 0 <= found.min() <= found.max() <= 1
+        distances.append((found - x).square().mean().item())
+    assert distances == sorted(distances)
+    assert len(set(distances)) == 1 + len(strengths)
+
+
+def test_blur_and_contrast_keep_what_they_should():
     x = torch.rand(20, 3, 12, 12)
-    for corrupt, sizes in inducing_images.CORRUPTIONS.values():
-        distances = [0.0]
-        for size in sizes:
-            found = corrupt(x, size)
-            assert found.shape == x.shape
-            assert torch.equal(found, corrupt(x, size))
-            assert 0 <= found.min() <= found.max() <= 1
-            distances.append((found - x).abs().mean().item())
-        assert distances == sorted(distances)
     constant = torch.full((1, 3, 12, 12), 0.3)
     torch.testing.assert_close(inducing_images.blurred(constant, 1.6), constant)
     contrast = inducing_images.flattened(x, 0.4).mean((-1, -2))
@@ -205,3 +217,42 @@ def test_nets_have_their_sizes():
     assert sum(parameter.numel() for parameter in net("16", 1).parameters()) == 77_754
     pytest.importorskip("torchvision", reason="the paper's nets are torchvision's")
     assert sum(parameter.numel() for parameter in net("resnet50", 3).parameters()) == 23_520_842
+
+
+# --- corrupted images ---------------------------------------------------------------------------
+
+
+def test_corruptions(smoke):
+    found = smoke(corruptions.experiment)
+    rows = {name: row for cell in found.cells.values() for name, row in cell["rows"].items()}
+    assert list(rows) == [*corruptions.PAPER]
+    for row in rows.values():
+        assert list(row["corrupted"]) == list(corruptions.CORRUPTIONS)
+        for scores in row["corrupted"].values():
+            assert [len(values) for values in scores.values()] == [5, 5, 5]
+    accuracy, nll, ece, *by_way = map(cells_of, found.page.split("\n\n"))
+    row = rows["FFG-U"]
+    third = [scores["NLL"][2] for scores in row["corrupted"].values()]
+    assert nll["FFG-U"][0] == f"{row['NLL']:.2f}"
+    assert nll["FFG-U"][3] == f"{statistics.fmean(third):.2f}"
+    assert accuracy["FFG-U"][5].endswith(" (57)")
+    assert ece["ensemble"][1].endswith(" (4)")
+    noise = row["corrupted"]["noise"]["accuracy %"]
+    assert by_way[0]["FFG-U"][0] == f"{statistics.fmean(noise):.1f}"
+
+
+def test_cosines_of_blocks():
+    x = torch.rand(2, 3, 20, 28)
+    # the basis is orthogonal: without rounding the image comes back
+    torch.testing.assert_close(corruptions.rounded_cosines(x, 1e-6), x, atol=1e-5, rtol=0)
+    # a constant block has one coefficient, 8 times its value: a multiple of its step stays
+    flat = torch.full((1, 1, 8, 8), 0.5)
+    torch.testing.assert_close(corruptions.rounded_cosines(flat, 0.4), flat)
+    nearest = corruptions.rounded_cosines(flat, 3.0)
+    torch.testing.assert_close(nearest, torch.full_like(flat, 3 / 8))
+
+
+def test_pixels_are_means():
+    x = torch.rand(2, 1, 8, 8)
+    found = corruptions.pixelated(x, 0.5)
+    torch.testing.assert_close(found[0, 0, :2, :2], x[0, 0, :2, :2].mean().expand(2, 2))

@@ -1,0 +1,281 @@
+"""What is written by hand is ours: steps, predictions, inducing weights, curvature, evidence."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tyxe
+from tests.benchmarks.helpers import BENCHMARKS, Helper, in_double, small_net
+from tyxe.bnn import elbo_terms
+
+METHODS = ["plain sampling", "local reparameterisation", "flipout"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("net_name", ["mlp", "resnet18"])
+def test_by_hand_is_the_same_objective(helper: Helper, net_name: str, method: str) -> None:
+    """KL and its gradient equal ours; without spread, so do the data term and its gradient."""
+    script = helper("training_step")
+    net, x, y = small_net(net_name, helper)
+    num_points, scale = 50, 1e-7
+    by_hand, handler = script.METHODS[method]
+    bnn = script.make_bnn(net, num_points)
+    with torch.no_grad():
+        for raw in bnn.net_guide.unconstrained_scales.parameters():
+            raw.fill_(math.log(scale))
+    bnn.train()
+    with handler():
+        terms = elbo_terms(bnn.model, bnn.guide, x, y)
+    ((terms.kl - terms.data) / num_points).backward()
+
+    hand = by_hand(net, num_points, scale)
+    nll, variances = hand.data_term(x, y)
+    nll.backward()
+    kl = hand._add_kl(variances)
+    torch.testing.assert_close(kl.double(), terms.kl.detach(), rtol=1e-6, atol=0.0)
+    # A spread of 1e-7 (and 1e-6, by hand, where a variance would be zero) moves outputs as much.
+    torch.testing.assert_close(nll.detach(), -terms.data.detach() / num_points, rtol=1e-4, atol=0)
+    torch.testing.assert_close(nll.detach(), F.cross_entropy(net(x), y), rtol=1e-4, atol=0)
+    for name, loc in zip(hand.names, hand.locs, strict=True):
+        ours = bnn.net_guide.locs[name].grad
+        torch.testing.assert_close(loc.grad, ours, rtol=1e-3, atol=1e-3 * float(ours.abs().max()))
+
+
+def test_binary_by_hand_is_the_same_objective(helper: Helper) -> None:
+    """Without spread, data term and gradient equal ours; KL and gradient do at any logits."""
+    script = helper("binary_step")
+    net, (x, y) = script.tanh_mlp(True).double(), in_double(helper("_nets").vectors(6, True))
+    for factor in (60.0, 2.0):
+        bnn = script.make_bnn(net, 50)
+        hand = script.BinaryByHand(copy.deepcopy(net), 50)
+        with torch.no_grad():
+            for name, phi in zip(hand.names, hand.logits, strict=True):
+                torch.testing.assert_close(phi, bnn.net_guide.get_logits(name), rtol=1e-12, atol=0)
+                # Nowhere close to 0, so that a large factor leaves no spread.
+                phi.copy_(factor * (phi + phi.sign()))
+                bnn.net_guide.get_logits(name).copy_(phi)
+        bnn.train()
+        with tyxe.poutine.local_reparameterization():
+            terms = elbo_terms(bnn.model, bnn.guide, x, y)
+        (terms.kl / 50).backward()
+        nll, variances = hand.data_term(x, y)
+        for phi in hand.logits:
+            phi.grad = torch.zeros_like(phi)
+        torch.testing.assert_close(hand.add_kl(variances), terms.kl.detach(), rtol=1e-9, atol=0)
+        for name, phi in zip(hand.names, hand.logits, strict=True):
+            ours = bnn.net_guide.get_logits(name).grad
+            torch.testing.assert_close(phi.grad, ours, rtol=1e-10, atol=1e-14)
+        if factor == 60:
+            expected = -terms.data.detach() / 50
+            torch.testing.assert_close(nll.detach(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_by_hand_spreads_outputs_alike(helper: Helper, method: str) -> None:
+    """Mean and variance of one layer's outputs, by hand, are those of the weights' Normals."""
+    net = nn.Sequential(nn.Linear(4, 3)).double()
+    x = torch.rand(1, 4, dtype=torch.float64)
+    scale, count = 0.5, 4000
+    by_hand, _ = helper("training_step").METHODS[method]
+    hand = by_hand(net, 10, scale)
+    outputs = []
+    hooked = hand.net.register_forward_hook(lambda _, __, out: outputs.append(out.detach()))
+    for _ in range(count):
+        hand.data_term(x, torch.tensor([0]))
+    hooked.remove()
+    found = torch.cat(outputs)
+    variance = scale**2 * (x.square().sum() + 1)
+    # Five standard errors of a mean and of a Gaussian's variance.
+    mean_error = 5 * math.sqrt(variance / count)
+    torch.testing.assert_close(found.mean(0), net(x)[0].detach(), rtol=0, atol=mean_error)
+    variance_error = 5 * math.sqrt(2 / count)
+    torch.testing.assert_close(found.var(0), variance.expand(3), rtol=variance_error, atol=0)
+
+
+def test_predictions_by_hand_are_of_the_same_posterior(helper: Helper) -> None:
+    net, x, _ = small_net("mlp", helper)
+    predictor = helper("_by_hand").Predictor(net, 1e-9, num_predictions=11)
+    expected = net(x).log_softmax(-1).detach()
+    for predicted in (predictor.loop(x), predictor.vmapped(x, chunk=4)):
+        torch.testing.assert_close(predicted, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_batched_particles_by_hand_are_the_same_objective(helper: Helper) -> None:
+    """Without spread, eight draws give the plain loss; the KL is that of `Sampled`."""
+    script = helper("particles")
+    net, x, y = small_net("mlp", helper)
+    batched = script.Batched(net, 50, F.cross_entropy)
+    with torch.no_grad():
+        for rho in batched.rhos:
+            rho.fill_(math.log(1e-9))
+    nll, variances = batched.data_term(x, y)
+    torch.testing.assert_close(nll, F.cross_entropy(net(x), y), rtol=1e-6, atol=0)
+    assert [v.shape for v in variances] == [p.shape for p in net.parameters()]
+
+
+def test_batched_particles_by_hand_are_independent(helper: Helper) -> None:
+    script = helper("particles")
+    outputs = []
+    batched = script.Batched(
+        nn.Linear(1, 1), 50, lambda out, _: outputs.append(out.detach()) or out.sum()
+    )
+    batched.data_term(torch.ones(1, 1), torch.ones(1, 1))
+    assert len(outputs[0].unique()) == script.PARTICLES
+
+
+def test_gaussian_nll(helper: Helper) -> None:
+    script = helper("particles")
+    x, y = torch.randn(5, 1).double(), torch.randn(5, 1).double()
+    expected = -torch.distributions.Normal(x, script.NOISE).log_prob(y).mean()
+    torch.testing.assert_close(script.gaussian_nll(x, y), expected)
+
+
+# --- inducing weights ---------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_inducing_by_hand_is_ours(helper: Helper) -> None:
+    """With the same parameters and random numbers, loss, gradients and predictions are equal."""
+    script, m = helper("inducing"), 3
+    net, x, y = small_net("resnet18", helper)
+    torch.manual_seed(0)
+    hand, bnn = script.by_hand(net, m), script.inducing(net, m)
+    guide, layers = bnn.net_guide, bnn.net_guide.layers
+    assert [layer.name for layer in layers] == [f"{name}.weight" for name in hand.layers]
+    ours = [*guide.row_maps.parameters(), *guide.column_maps.parameters()]
+    for own, other in zip(hand.maps, ours, strict=True):
+        own.data = other.detach().clone()
+    hand.loc.data = torch.stack([guide.u[f"locs.{layer.name}"].detach() for layer in layers])
+    for name in ("log_d", "raw_lambda", "raw_scale"):
+        setattr(hand, name, getattr(hand, name).detach().double().requires_grad_())
+    bnn.train()
+    torch.manual_seed(1)
+    terms = elbo_terms(bnn.model, bnn.guide, x, y)
+    loss = (terms.kl - terms.data) / script.POINTS
+    loss.backward()
+    torch.manual_seed(1)
+    own = hand.loss(x, y)
+    own.backward()
+    # Ours starts at numbers that were read from float32.
+    torch.testing.assert_close(own, loss, rtol=1e-6, atol=0)
+    for own, other in zip(hand.maps, ours, strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-9)
+    grads = torch.stack([guide.u[f"locs.{layer.name}"].grad for layer in layers])
+    torch.testing.assert_close(hand.loc.grad, grads, rtol=1e-4, atol=1e-9)
+    raws = torch.stack([guide.conditional_scales[layer.name].grad for layer in layers])
+    torch.testing.assert_close(hand.raw_lambda.grad, raws, rtol=1e-4, atol=1e-9)
+    torch.manual_seed(2)
+    found = hand.predict(x, 3)
+    torch.manual_seed(2)
+    expected = bnn.predict(x, num_predictions=3).log_softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_sizes_of_inducing_weights_are_the_paper_s(helper: Helper) -> None:
+    """A mean field has twice the net's weights, its norms once."""
+    script = helper("inducing")
+    net = helper("_nets").resnet18()
+    plain = sum(p.numel() for p in net.parameters())
+    norms = sum(
+        p.numel() for n in net.modules() if isinstance(n, nn.BatchNorm2d) for p in n.parameters()
+    )
+    size = script.size(script.ffg_w(net), net)["parameters, to plain"]
+    assert size == pytest.approx((2 * plain - norms) / plain, rel=1e-12)
+    assert script.size(script.inducing(net, 64), net)["parameters, to plain"] < 0.3
+
+
+# --- Laplace ------------------------------------------------------------------------------------
+
+
+def laplace_pair(helper: Helper, structure: str, last: bool = False) -> tuple[Any, Any, Any]:
+    """Return Laplace by hand and ours on the small CNN, and its data, in float64."""
+    script, by_hand = helper("laplace"), helper("_laplace_by_hand")
+    net = script.cnn(True).double()
+    batches = [(x.double(), y) for x, y in script.data(True)]
+    batches = [(x[half], y[half]) for x, y in batches for half in (slice(5), slice(5, None))]
+    bnn = script.make_bnn(net, script.points_in(batches), structure, last=last)
+    bnn.fit_curvature(batches, progress=False)
+    return by_hand.HandLaplace(net), bnn, batches
+
+
+def blocks_of(bnn: Any) -> list[torch.Tensor]:
+    return [block.to_dense() for block in bnn.state.curvature.operator.blocks.values()]
+
+
+def by_eigen(eigen: Any) -> torch.Tensor:
+    basis = torch.kron(eigen.gradient_basis, eigen.input_basis)
+    return (basis * eigen.values.flatten()) @ basis.mT
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_kron_by_hand_is_ours(helper: Helper) -> None:
+    hand, bnn, batches = laplace_pair(helper, "kron")
+    hand.kron(batches, helper("_laplace_by_hand").softmax_roots)
+    for eigen, block in zip(hand.eigen.values(), blocks_of(bnn), strict=True):
+        torch.testing.assert_close(by_eigen(eigen), block, rtol=1e-8, atol=1e-10)
+    x = batches[0][0]
+    predicted = bnn.predict(x, link="probit").exp()
+    torch.testing.assert_close(hand.predict(x).detach(), predicted, rtol=1e-8, atol=1e-10)
+    hand.ascend(1_000)
+    assert hand.precision == pytest.approx(float(bnn.optimize_prior_precision()), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_diag_by_hand_is_ours(helper: Helper) -> None:
+    hand, bnn, batches = laplace_pair(helper, "diag")
+    hand.diag(batches, helper("_laplace_by_hand").softmax_roots)
+    for diagonal, block in zip(hand.diagonal.values(), blocks_of(bnn), strict=True):
+        torch.testing.assert_close(diagonal.flatten(), block.diagonal(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_last_layer_by_hand_is_ours(helper: Helper, structure: str) -> None:
+    hand, bnn, batches = laplace_pair(helper, structure, last=True)
+    x = batches[0][0]
+    (block,) = blocks_of(bnn)
+    if structure == "kron":
+        hand.head_kron(batches)
+        torch.testing.assert_close(by_eigen(hand.head_eigen), block, rtol=1e-8, atol=1e-10)
+        predicted = hand.head_predict_kron(x)
+    else:
+        hand.head_full(batches)
+        torch.testing.assert_close(hand.head_matrix, block, rtol=1e-8, atol=1e-10)
+        hand.head_factorize()
+        predicted = hand.head_predict_full(x)
+    torch.testing.assert_close(
+        predicted, bnn.predict(x, link="probit").exp(), rtol=1e-8, atol=1e-10
+    )
+
+
+def test_sampled_residuals_by_hand_have_the_fisher_as_their_second_moment(helper: Helper) -> None:
+    by_hand = helper("_laplace_by_hand")
+    torch.manual_seed(0)
+    count = 20_000
+    logits = torch.tensor([[0.3, -1.0, 2.0]]).double().expand(count, 3)
+    (residuals,) = by_hand.sampled_residuals(logits)
+    each = residuals.unsqueeze(2) * residuals.unsqueeze(1)
+    roots = torch.stack([column[0] for column in by_hand.softmax_roots(logits)], 1)
+    error = each.std(0) / math.sqrt(count)
+    assert bool(((each.mean(0) - roots @ roots.mT).abs() <= 5 * error).all())
+
+
+def test_conventions_were_compared_with_the_peers() -> None:
+    """What is recorded covers every structure and agrees; peers are not part of this project."""
+    path = BENCHMARKS / "results" / "conventions" / "laplace_torch.json"
+    found = json.loads(path.read_text())
+    assert {"laplace-torch", "curvlinops-for-pytorch", "torch", "tyxe"} <= set(found["versions"])
+    assert all(row["difference"] < found["tolerance"] for row in found["rows"])
+    what = {(row["net"], row["what"]) for row in found["rows"]}
+    for net in ("mlp", "cnn"):
+        for name in ("full GGN", "diag GGN", "kron GGN, expand", "kron GGN, reduce"):
+            assert (net, name) in what
+        for structure in ("full GGN", "diag GGN", "kron GGN, expand, without biases"):
+            assert (net, f"evidence, {structure}") in what
+            assert (net, f"functional variance, {structure}") in what
