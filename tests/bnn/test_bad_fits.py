@@ -115,19 +115,6 @@ def test_a_net_that_returns_integers_is_told_of():
     rejects(bnn, TypeError, message, lambda: bnn.fit([(X, Y)], ADAM, 1))
 
 
-def test_masks_of_wrong_kind():
-    with pytest.raises(TypeError, match=r"expected a boolean tensor: pass mask.bool\(\)"):
-        tyxe.poutine.selective_mask(mask=torch.ones(N), expose=["likelihood.data"])
-    bnn = make()
-    short = tyxe.poutine.selective_mask(mask=torch.ones(3).bool(), expose=["likelihood.data"])
-
-    def fit():
-        with short:
-            bnn.fit([(X, Y)], ADAM, 1)
-
-    rejects(bnn, ValueError, r"the mask has 3 entries, but likelihood.data has 8 rows", fit)
-
-
 @pytest.mark.parametrize(("beta", "error"), [(-1.0, ValueError), (None, TypeError)])
 def test_a_weight_of_the_kl_is_looked_at_in_every_epoch(beta, error):
     bnn, seen = make(), []

@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
+from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from pyro.infer.mcmc import HMC
 from torch import nn
 
@@ -167,13 +167,6 @@ def test_linear_maps_alone_are_silent(handler):
     bnn = make()
     calls = lambda: bnn.fit([data()], ADAM, 60), lambda: bnn.predict(data()[0], num_predictions=3)
     assert under(HANDLERS[handler], *calls) == []
-
-
-@pytest.mark.parametrize("handler", HANDLERS)
-def test_a_guide_that_no_handler_treats(handler):
-    bnn = make(guide=AutoMultivariateNormal)
-    (caught,) = under(HANDLERS[handler], lambda: bnn.predict(data()[0], num_predictions=3))
-    assert "had no effect" in str(caught.message)
 
 
 def test_an_error_on_its_way_is_not_buried_under_warnings():

@@ -15,7 +15,7 @@ from tyxe.bnn.checkpoint import History, fitted_words
 from tyxe.bnn.checks import check_num_epochs, check_one_batch, warn_of_size
 from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
 from tyxe.bnn.elbo import Objective
-from tyxe.bnn.epoch_end import held_out_sums
+from tyxe.bnn.trained import held_out_sums
 from tyxe.bnn.training import FitOptions, progress_bar
 from tyxe.check import described
 from tyxe.data import Unpack, alike_batches

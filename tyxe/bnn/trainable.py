@@ -12,9 +12,9 @@ from tyxe.bnn.base import set_train_mode
 from tyxe.bnn.batches import batches_of, device_for
 from tyxe.bnn.checks import check_beta, check_one_batch, refuse_nonfinite
 from tyxe.bnn.elbo import ElboTerms, Objective
-from tyxe.bnn.epoch_end import draws_to_judge
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import reduced, rows_of, weights_of
+from tyxe.bnn.trained import draws_to_judge
 from tyxe.bnn.training import statistics_kept, statistics_of
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
