@@ -72,6 +72,10 @@ RULES = {
         {"expose": ["body.0.norm.bias"], "expose_modules": ["head"]},
         ["body.0.norm.bias", *HEAD],
     ),
+    "one that exposes nothing": (
+        {"expose_module_types": [nn.Conv2d], "expose": ["head.bias"]},
+        ["head.bias"],
+    ),
     "two hiding rules": ({"hide": [TIED], "hide_parameters": ["bias"]}, without(TIED, *BIASES)),
     "none is no rule": ({"hide": None, "expose_modules": None}, ALL),
 }
@@ -155,10 +159,6 @@ def test_types_take_all_that_is_inside():
     hidden = sites(net, hide_module_types=[nn.TransformerEncoderLayer])
     assert hidden == ["0.weight", "0.bias"]
     assert sites(net, expose_module_types=[nn.TransformerEncoderLayer]) == inside
-
-
-def test_one_of_several_expose_rules_is_enough():
-    assert sites(expose_module_types=[nn.Conv2d], expose=["head.bias"]) == ["head.bias"]
 
 
 class Gated(nn.Sequential):

@@ -86,19 +86,6 @@ def test_a_posterior_is_that_of_the_whole_net_at_the_other_weights(build, by):
     torch.testing.assert_close(sub.functional_variance(X), variance)
 
 
-def test_all_weights_are_the_whole_net():
-    full = laplace(NORMAL)
-    size = full.state.blocks.size
-    sub = laplace(SubnetworkPrior(NORMAL, size, "random"))
-    torch.testing.assert_close(sub.log_marginal_likelihood(), full.log_marginal_likelihood())
-    found = []
-    for bnn in (full, sub):
-        torch.manual_seed(1)
-        found.append((bnn.predict(X), bnn.predict(X, predictive="bnn", num_predictions=3)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_which_weights_are_chosen():
     net, posterior = made(), variances()
     named = dict(net.named_parameters())
@@ -115,6 +102,7 @@ def test_which_weights_are_chosen():
             part[elements.get(name, slice(None))] = True
         assert chosen.sum() == 9
         assert score[chosen].min() >= score[~chosen].max(), by
+    assert SubnetworkPrior(NORMAL, len(score), "last").elements(net) == {}, "whole parameters"
     first, second = (SubnetworkPrior(NORMAL, 9, "random") for _ in range(2))
     assert all(torch.equal(first.elements(net)[n], e) for n, e in first.elements(net).items())
     assert str(first.elements(net)) != str(second.elements(net))
