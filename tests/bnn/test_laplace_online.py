@@ -14,15 +14,8 @@ from pyro.infer.autoguide import AutoMultivariateNormal
 from pyro.infer.mcmc import NUTS
 
 import tyxe
-from tests.oracles.streams import (
-    EXACT,
-    NORMAL,
-    classifier,
-    fitted,
-    four_lines,
-    labels,
-    maximize,
-)
+from tests.oracles import streams
+from tests.oracles.streams import ADAM, EXACT, classifier, fitted, four_lines, labels
 from tyxe.distributions import Gaussian, ParamBlocks
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -33,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("double")
 def test_four_lines_leave_posterior_and_prior_the_same(structure, accumulate):
     bnn = classifier(structure, accumulate=accumulate, curvature_weight=2.0)
     for task in range(3):
-        bnn.fit([labels(seed=task)], functools.partial(torch.optim.Adam, lr=0.1), 3, progress=False)
+        bnn.fit([labels(seed=task)], ADAM, 3, progress=False)
         before = bnn.net_guide.precision.to_dense()
         mean, _ = bnn.predict(labels()[0]), four_lines(bnn)
         torch.testing.assert_close(bnn.net_guide.precision.to_dense(), before, **EXACT)
@@ -47,7 +40,7 @@ def test_four_lines_leave_posterior_and_prior_the_same(structure, accumulate):
 
 def test_the_next_task_starts_at_the_means():
     bnn = classifier()
-    bnn.fit([labels()], functools.partial(torch.optim.Adam, lr=0.1), 3, progress=False)
+    bnn.fit([labels()], ADAM, 3, progress=False)
     before = bnn._mean_values()
     four_lines(bnn)
     bnn.fit([labels(seed=1)], functools.partial(torch.optim.SGD, lr=0.0), 1, progress=False)
@@ -68,7 +61,7 @@ def test_structures_may_follow_one_another():
 
 def test_a_posterior_of_pyros_guide_is_a_prior_in_another_order():
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    likelihood, prior = tyxe.likelihoods.Categorical(15), tyxe.priors.IIDPrior(NORMAL)
+    likelihood, prior = tyxe.likelihoods.Categorical(15), tyxe.priors.IIDPrior(streams.NORMAL)
     vcl = tyxe.VariationalBNN(net, prior, likelihood, AutoMultivariateNormal)
     with torch.no_grad():
         for parameter in vcl.parameters():
@@ -114,7 +107,7 @@ def test_two_tasks_against_mcmc_on_all_data(two_tasks, kind):
         bnn = tyxe.VariationalBNN(net, standard_normal(), likelihood, AutoMultivariateNormal)
     for x, y in tasks:
         if kind == "Laplace":
-            maximize(bnn, x, y)
+            streams.maximize(bnn, x, y)
         else:
             optimizer = torch.optim.Adam(bnn.parameters(), lr=0.1)
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
@@ -164,7 +157,7 @@ def test_a_large_sum_has_no_inverse_and_names_the_average(monkeypatch):
     monkeypatch.setattr("tyxe.linalg.checks.SMALL", 5)
     bnn = classifier()
     for task in range(2):
-        bnn.fit([labels(seed=task)], functools.partial(torch.optim.Adam, lr=0.1), 3, progress=False)
+        bnn.fit([labels(seed=task)], ADAM, 3, progress=False)
         four_lines(bnn)
     x, _ = labels()
     for use in (

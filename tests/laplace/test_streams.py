@@ -1,6 +1,5 @@
 """Online Laplace against batch posteriors of linear streams, and penalties written out."""
 
-import functools
 from contextlib import nullcontext
 
 import pytest
@@ -8,21 +7,8 @@ import torch
 import torch.distributions as td
 
 import tyxe
-from tests.oracles.streams import (
-    EXACT,
-    NOISE,
-    NORMAL,
-    batch_posterior,
-    classifier,
-    energy,
-    four_lines,
-    labels,
-    linear_bnn,
-    maximize,
-    mode,
-    penalty_of,
-    stream,
-)
+from tests.oracles import streams
+from tests.oracles.streams import EXACT, NOISE, NORMAL
 from tyxe.linalg import Kronecker, Sum
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -31,12 +17,12 @@ pytestmark = pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("sizes", [[12], [5, 7], [2, 9, 1], [1] * 6])
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_linear_stream_ends_in_the_batch_posterior(sizes, order):
-    tasks, bnn = stream(sizes)[::order], linear_bnn()
+    tasks, bnn = streams.stream(sizes)[::order], streams.linear_bnn()
     for x, y in tasks:
-        maximize(bnn, x, y)
-        four_lines(bnn)
-    mean, precision = batch_posterior(tasks)
-    torch.testing.assert_close(mode(bnn), mean, **EXACT)
+        streams.maximize(bnn, x, y)
+        streams.four_lines(bnn)
+    mean, precision = streams.batch_posterior(tasks)
+    torch.testing.assert_close(streams.mode(bnn), mean, **EXACT)
     torch.testing.assert_close(bnn.net_guide.precision.to_dense(), precision, **EXACT)
     (joint,) = bnn.net_prior.joints()
     torch.testing.assert_close(joint.precision.to_dense(), precision, **EXACT)
@@ -45,11 +31,11 @@ def test_a_linear_stream_ends_in_the_batch_posterior(sizes, order):
 @pytest.mark.parametrize("structure", ["full", "kron", "lowrank"])
 def test_the_evidences_of_a_linear_stream_add_up(structure):
     # log p(y_1) + log p(y_2 | y_1) + ... = log p(y). One output: kron is exact for each task.
-    tasks, bnn, total = stream([5, 3, 4]), linear_bnn(structure), 0.0
+    tasks, bnn, total = streams.stream([5, 3, 4]), streams.linear_bnn(structure), 0.0
     for x, y in tasks:
-        maximize(bnn, x, y)
+        streams.maximize(bnn, x, y)
         total = total + bnn.log_marginal_likelihood()
-        four_lines(bnn)
+        streams.four_lines(bnn)
         assert abs(float(bnn.log_marginal_likelihood())) < 1e-9  # no data since
     x, y = (torch.cat(parts) for parts in zip(*tasks, strict=True))
     design = torch.cat([x, torch.ones(len(x), 1)], 1)
@@ -76,23 +62,23 @@ def dense_blocks(operator):
 @pytest.mark.parametrize("accumulate", ["sum", "average"])
 def test_the_kronecker_penalty_is_the_dense_quadratic_form(accumulate):
     # [T 3.62-3.70]: tr(D^T Hb D Qb) summed over layers and tasks, and the prior's term.
-    bnn = classifier(accumulate=accumulate, curvature_weight=3.0)
+    bnn = streams.classifier(accumulate=accumulate, curvature_weight=3.0)
     for task in range(3):
-        bnn.fit_curvature([labels(seed=task)])
-        four_lines(bnn)
+        bnn.fit_curvature([streams.labels(seed=task)])
+        streams.four_lines(bnn)
     dense = dense_blocks(bnn.net_guide.precision)
     for seed in range(3):
         torch.manual_seed(seed)
         step = torch.randn(len(dense))
-        torch.testing.assert_close(penalty_of(bnn, step), step @ dense @ step / 2, **EXACT)
+        torch.testing.assert_close(streams.penalty_of(bnn, step), step @ dense @ step / 2, **EXACT)
 
 
 def test_the_sum_is_that_of_the_tasks_curvatures():
-    bnn, total = classifier(curvature_weight=2.5, temperature=0.5), 0.0
+    bnn, total = streams.classifier(curvature_weight=2.5, temperature=0.5), 0.0
     for task in range(3):
-        bnn.fit_curvature([labels(seed=task)])
+        bnn.fit_curvature([streams.labels(seed=task)])
         total = total + 2.5 / 0.5 * bnn.state.curvature.operator.to_dense()
-        four_lines(bnn)
+        streams.four_lines(bnn)
     expected = total + torch.eye(len(total)) / NORMAL.scale**2
     torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, **EXACT)
 
@@ -100,13 +86,13 @@ def test_the_sum_is_that_of_the_tasks_curvatures():
 def test_tasks_of_equal_factors_have_the_same_average_and_sum():
     found = {}
     for accumulate in ("sum", "average"):
-        bnn = classifier(accumulate=accumulate)
+        bnn = streams.classifier(accumulate=accumulate)
         for task in range(3):
             # One task, three times, which the BNN remarks.
             remarks = pytest.warns(tyxe.TyxeWarning, match="already") if task else nullcontext()
             with remarks:
-                bnn.fit_curvature([labels()])
-            four_lines(bnn)
+                bnn.fit_curvature([streams.labels()])
+            streams.four_lines(bnn)
         found[accumulate] = bnn.net_guide.precision
     torch.testing.assert_close(found["average"].to_dense(), found["sum"].to_dense(), **EXACT)
     assert all(isinstance(block, Kronecker) for block in found["average"].blocks.values())
@@ -114,13 +100,13 @@ def test_tasks_of_equal_factors_have_the_same_average_and_sum():
 
 def test_the_average_weighs_tasks_by_their_points():
     # [T 3.60] as it has to be: factors averaged over all points of both tasks.
-    bnn = classifier(accumulate="average", curvature_weight=2.0)
-    tasks = [labels(10, seed=0), labels(40, seed=1)]
+    bnn = streams.classifier(accumulate="average", curvature_weight=2.0)
+    tasks = [streams.labels(10, seed=0), streams.labels(40, seed=1)]
     for x, y in tasks:
         bnn.likelihood.dataset_size = len(x)
         bnn.fit_curvature([(x, y)])
-        four_lines(bnn)
-    together = classifier(curvature_weight=2.0)
+        streams.four_lines(bnn)
+    together = streams.classifier(curvature_weight=2.0)
     together.likelihood.dataset_size = 50
     together.fit_curvature(tasks)
     expected = together.net_guide.precision.to_dense()
@@ -129,13 +115,13 @@ def test_the_average_weighs_tasks_by_their_points():
 
 def test_a_diagonal_penalty_per_task_is_elastic_weight_consolidation():
     # sum_t lambda / 2 F_t (w - w_t)^2, and the prior's own term [T 3.71, Kirkpatrick 2017].
-    bnn = classifier("diag", accumulate="per_task", curvature_weight=4.0)
+    bnn = streams.classifier("diag", accumulate="per_task", curvature_weight=4.0)
     known = []
     for task in range(3):
-        bnn.fit([labels(seed=task)], functools.partial(torch.optim.Adam, lr=0.1), 5, progress=False)
+        bnn.fit([streams.labels(seed=task)], streams.ADAM, 5, progress=False)
         curvature = bnn.state.curvature
-        known.append((mode(bnn), 4.0 * curvature.operator.diagonal()))
-        four_lines(bnn)
+        known.append((streams.mode(bnn), 4.0 * curvature.operator.diagonal()))
+        streams.four_lines(bnn)
     for seed in range(3):
         torch.manual_seed(seed)
         first, second = torch.randn(2, len(known[0][0]))
@@ -145,7 +131,7 @@ def test_a_diagonal_penalty_per_task_is_elastic_weight_consolidation():
             + v.square().sum() / 2 / NORMAL.scale**2
             for v in (first, second)
         ]
-        found = energy(bnn, values[0]) - energy(bnn, values[1])
+        found = streams.energy(bnn, values[0]) - streams.energy(bnn, values[1])
         torch.testing.assert_close(found, expected[0] - expected[1], **EXACT)
 
 
@@ -157,12 +143,12 @@ def separate(bnn, vector):
 def test_kronecker_penalties_about_each_mode(monkeypatch, small):
     if not small:
         monkeypatch.setattr("tyxe.linalg.checks.SMALL", 5)
-    bnn = classifier(accumulate="per_task")
+    bnn = streams.classifier(accumulate="per_task")
     known = []
     for task in range(3):
-        bnn.fit([labels(seed=task)], functools.partial(torch.optim.Adam, lr=0.1), 5, progress=False)
-        known.append((mode(bnn), bnn.state.curvature.operator.to_dense()))
-        posterior = four_lines(bnn)
+        bnn.fit([streams.labels(seed=task)], streams.ADAM, 5, progress=False)
+        known.append((streams.mode(bnn), bnn.state.curvature.operator.to_dense()))
+        posterior = streams.four_lines(bnn)
     (joint,) = bnn.net_prior.joints()
     assert (len(joint.terms) == 1) is small
     v, w = torch.randn(2, len(known[0][0]))
@@ -171,7 +157,7 @@ def test_kronecker_penalties_about_each_mode(monkeypatch, small):
         own = u.square().sum() / 2 / NORMAL.scale**2
         return own + sum((u - m) @ f @ (u - m) for m, f in known) / 2
 
-    found = energy(bnn, separate(bnn, v)) - energy(bnn, separate(bnn, w))
+    found = streams.energy(bnn, separate(bnn, v)) - streams.energy(bnn, separate(bnn, w))
     torch.testing.assert_close(found, expected(v) - expected(w), **EXACT)
     if not small:
         with pytest.raises(ValueError, match="neither moments nor draws: it is a penalty"):

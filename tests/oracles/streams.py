@@ -14,7 +14,7 @@ from tyxe.bnn.elbo import elbo_terms
 EXACT = {"rtol": 1e-8, "atol": 1e-8}
 NORMAL = dist.Normal(*torch.tensor([0.0, 1.3], dtype=torch.float64))
 NOISE = 0.5
-
+ADAM = functools.partial(torch.optim.Adam, lr=0.1)
 
 LBFGS = functools.partial(
     torch.optim.LBFGS,

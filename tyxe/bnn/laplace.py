@@ -23,15 +23,8 @@ from tyxe.curvature.collect import check_blocks
 from tyxe.curvature.products import low_rank_curvature
 from tyxe.data import Unpack
 from tyxe.errors import warn
-from tyxe.laplace import LaplaceState
+from tyxe.laplace import LaplaceState, search
 from tyxe.laplace.gaussian_prior import PriorPrecision, with_precision
-from tyxe.laplace.search import (
-    best_of_grid,
-    check_one_number,
-    most_evidence,
-    warn_of_certainty,
-    with_numbers,
-)
 from tyxe.laplace.state import warn_of_rounding, with_noise
 from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.linalg.lanczos import logdet_by_quadrature
@@ -122,7 +115,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         num_epochs = check_num_epochs(optim, num_epochs)
         evidence_every = check.count("evidence_every", evidence_every, 0)
         if evidence_every:
-            check_one_number(self._gaussian_prior(self.net_prior))
+            search.check_one_number(self._gaussian_prior(self.net_prior))
         options = FitOptions(
             self.temperature,  # the mode is that of log p(D|w) / T + log p(w)
             clip_norm,
@@ -142,7 +135,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         def after_epoch(epoch: int) -> None:
             if evidence_every and (epoch + 1) % evidence_every == 0:
                 self._take_curvature(batches, device)
-                self._set_prior_numbers(most_evidence(self.state, False, 100))
+                self._set_prior_numbers(search.most_evidence(self.state, False, 100))
                 self.net_guide.state = None
 
         before, self.net_guide.state = self.net_guide.state, None
@@ -316,9 +309,9 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         method = method or ("evidence" if loader is None else "grid")
         check.choice("method", method, ("evidence", "grid"))
         num_steps = check.count("num_steps", num_steps)
-        check_one_number(state.prior)
+        search.check_one_number(state.prior)
         if method == "evidence":
-            numbers = most_evidence(state, per_site, num_steps)
+            numbers = search.most_evidence(state, per_site, num_steps)
         elif loader is None or per_site:
             raise ValueError(
                 "method='grid' finds one precision for all weights, by held-out data: "
@@ -326,18 +319,18 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             )
         else:
             batches = all_batches(self._to_evaluate(loader))
-            best = best_of_grid(grid, lambda precision: self._held_out(precision, batches))
+            best = search.best_of_grid(grid, lambda precision: self._held_out(precision, batches))
             numbers = {"": state.loc.new_tensor(best)}
         self._set_prior_numbers(numbers)
         if method == "evidence" and self.likelihood.has_classes:
-            warn_of_certainty(self.state)
+            search.warn_of_certainty(self.state)
         if not per_site:
             return numbers[""]
         return {key.removeprefix(self.net_prior.prefix): number for key, number in numbers.items()}
 
     def _set_prior_numbers(self, numbers: Mapping[str, Tensor]) -> None:
         """Set the prior's precisions, by block or for all under `""`, and keep its means."""
-        normals = with_numbers(self.state, numbers).by_site().items()
+        normals = search.with_numbers(self.state, numbers).by_site().items()
         prefix = self.net_prior.prefix
         self.update_prior(DictPrior({site.removeprefix(prefix): n for site, n in normals}))
 
@@ -347,7 +340,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         device = device_for(self)
         with RandomStream(seed=0):
             try:
-                bnn = self._under(self.state.replace(prior=with_numbers(self.state, number)))
+                bnn = self._under(self.state.replace(prior=search.with_numbers(self.state, number)))
                 found = (bnn.evaluate(x, y)[1] for x, y in batches_of(batches, device))
                 return sum(
                     float(each["joint"] if isinstance(each, Mapping) else each) for each in found
