@@ -20,7 +20,7 @@ import tyxe
 from tests.oracles import two_units
 from tests.oracles.bnns import NORMAL
 from tests.oracles.chains import NOISE, PRIOR, N, assert_moments, data
-from tyxe.likelihoods import Bernoulli, HomoskedasticGaussian
+from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.samplers import HMC, MCLMC, NUTS, Run, warm_start
 
 # Short runs get advice, which the tests of advice look at.
@@ -69,24 +69,6 @@ def test_moments_of_a_regression_of_posteriordb() -> None:
     assert not run.statistics["diverged"].any()
     found = rows_of(bnn, "net.weight", "likelihood.scale")
     assert_moments(found, *quadrature(x, y, torch.linspace(0.6, 1.6, 1001).double()))
-
-
-def test_moments_of_a_logistic_regression() -> None:
-    x = torch.tensor([-1.0, -0.5, 0.2, 0.6, 1.0, 1.5]).double()[:, None]
-    y = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0]).double()[:, None]
-    axis = torch.linspace(-9, 9, 401).double()
-    w, b = torch.meshgrid(axis, axis, indexing="ij")
-    logits = w[..., None] * x[:, 0] + b[..., None]
-    log_joint = dist.Bernoulli(logits=logits).log_prob(y[:, 0]).sum(-1)
-    log_joint = log_joint + dist.Normal(0.0, 1.5).log_prob(torch.stack([w, b])).sum(0)
-    points = torch.stack([w.flatten(), b.flatten()], -1)
-    weights = log_joint.flatten().softmax(0)[:, None]
-    mean = (weights * points).sum(0)
-    kernel = NUTS(step_size=0.5, adapt_step_size=False, adapt_mass_matrix=False)
-    bnn = make(kernel, likelihood=Bernoulli(len(x), event_dim=1))
-    bnn.fit([(x, y)], 120, warmup_steps=30, num_chains=32, compile=False)
-    covariance = (weights * (points - mean)).T @ (points - mean)
-    assert_moments(rows_of(bnn, "net.weight", "net.bias"), mean, covariance)
 
 
 # --- starts -------------------------------------------------------------------------------------
