@@ -1,6 +1,5 @@
 """Weights of two values: by enumeration, relaxed and packed, their KL, and sums of many."""
 
-import itertools
 import math
 import pickle
 
@@ -13,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
-import tyxe
 from tyxe.distributions import SignedBernoulli, SignedBetaBernoulli, independent_moments
 from tyxe.distributions.buffered import BufferedDistribution, detached
 from tyxe.distributions.signed_bernoulli import PackedSigns, RelaxedSignedBernoulli, Signs
-from tyxe.poutine import local_reparameterization
 from tyxe.util import same_support
 
 SHAPE = (3, 2)
@@ -333,73 +330,7 @@ def test_other_values_are_infinitely_far():
         assert td.kl_divergence(SignedBernoulli(0.0), prior).item() == math.inf
 
 
-# --- sums of many weights -----------------------------------------------------------------------
-
-
-def binary(net, scale=1.0, **rules):
-    """A BNN with logits that all differ."""
-    bnn = tyxe.VariationalBNN(
-        net.double(),
-        tyxe.priors.BinaryPrior(scale=scale, **rules),
-        tyxe.likelihoods.HomoskedasticGaussian(10, scale=1.0),
-        tyxe.guides.AutoBernoulli,
-    )
-    with torch.no_grad():
-        for parameter in bnn.net_guide.parameters():
-            parameter.copy_(logits(*parameter.shape))
-    return bnn
-
-
-def enumerated(bnn, x):
-    """Every sign vector's outputs and probability."""
-    posterior = bnn.net_guide.posterior()
-    sizes = {name: q.event_shape.numel() for name, q in posterior.items()}
-    outputs, log_probs = [], []
-    for signs in itertools.product([-1.0, 1.0], repeat=sum(sizes.values())):
-        parts = torch.tensor(signs).double().split(list(sizes.values()))
-        values = {
-            name: part.reshape(q.event_shape) * q.base_dist.scale
-            for part, (name, q) in zip(parts, posterior.items(), strict=True)
-        }
-        outputs.append(bnn._run_net(values, x))
-        log_probs.append(sum(q.log_prob(values[name]) for name, q in posterior.items()))
-    probs = torch.stack(log_probs).exp()
-    return torch.stack(outputs), probs
-
-
-def handled(bnn, x, monkeypatch):
-    """Mean and standard deviation that the handler samples from: its outputs at noise of 1, -1."""
-    outputs = []
-    for noise in (1.0, -1.0):
-        with monkeypatch.context() as patch, local_reparameterization():
-            patch.setattr(torch, "randn_like", lambda t, noise=noise: torch.full_like(t, noise))
-            outputs.append(bnn.guided_forward(x))
-    high, low = outputs
-    return (high + low) / 2, (high - low) / 2
-
-
-LAYERS = {
-    "linear": (lambda: nn.Linear(3, 2), (4, 3)),
-    "linear, no bias": (lambda: nn.Linear(5, 2, bias=False), (4, 5)),
-    "conv2d": (lambda: nn.Conv2d(2, 1, 2, padding=1, stride=2), (2, 2, 4, 4)),
-    "conv2d, groups": (lambda: nn.Conv2d(2, 2, 2, groups=2), (2, 2, 3, 3)),
-    "conv_transpose1d": (lambda: nn.ConvTranspose1d(2, 1, 3, stride=2), (2, 2, 4)),
-}
-
-
-@pytest.mark.parametrize("scale", [1.0, "radford"])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_handlers_moments_by_enumeration(layer, scale, monkeypatch):
-    make, shape = LAYERS[layer]
-    bnn, x = binary(make(), scale), torch.randn(*shape).double()
-    outputs, probs = enumerated(bnn, x)
-    assert probs.sum().item() == pytest.approx(1, abs=1e-10)
-    weights = probs.reshape(-1, *[1] * (outputs.dim() - 1))
-    mean = (weights * outputs).sum(0)
-    variance = (weights * (outputs - mean) ** 2).sum(0)
-    actual_mean, actual_sd = handled(bnn, x, monkeypatch)
-    torch.testing.assert_close(actual_mean, mean, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(actual_sd**2, variance, rtol=1e-10, atol=1e-10)
+# --- moments for sums of many ---------------------------------------------------------------------
 
 
 def test_two_moments_are_registered():

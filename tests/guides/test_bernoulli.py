@@ -282,21 +282,6 @@ def test_the_exact_posterior_of_an_orthogonal_design_is_the_optimum(monkeypatch)
     assert gradient().abs().max() < 1e-10
 
 
-def test_signs_of_a_teacher_are_found():
-    teacher = torch.randint(2, (1, 20)).double() * 2 - 1
-    x = torch.randn(200, 20).double()
-    y = x @ teacher.T / 20**0.5 + 0.1 * torch.randn(200, 1).double()
-    bnn = make(
-        BinaryPrior(delta=1e-3, scale="radford"),
-        net=nn.Linear(20, 1, bias=False).double(),
-        likelihood=tyxe.likelihoods.HomoskedasticGaussian(200, scale=0.1),
-    )
-    with local_reparameterization():
-        history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=0.1), 150)
-    assert history.loss[-1] < history.loss[0]
-    torch.testing.assert_close(bnn.to_module().weight.sign(), teacher, rtol=0, atol=0)
-
-
 # --- relaxed draws ------------------------------------------------------------------------------
 
 

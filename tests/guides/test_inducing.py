@@ -296,35 +296,6 @@ def test_max_lambda_zero_is_a_function_of_u():
 # --- training and prediction ----------------------------------------------------------------------
 
 
-def toy():
-    x = torch.linspace(-1, 1, 40)[:, None]
-    return x, torch.cos(4 * x + 0.8)
-
-
-@pytest.mark.parametrize(
-    ("family", "hierarchical"), [("full", None), ("ensemble", None), ("matrix", (4, 4))]
-)
-def test_fitting_lowers_the_loss(family, hierarchical):
-    x, y = toy()
-    net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
-    builder = functools.partial(
-        AutoInducing,
-        inducing_rows=5,
-        inducing_cols=5,
-        everywhere=True,
-        q_inducing=family,
-        hierarchical=hierarchical,
-    )
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.2)
-    prior = IIDPrior(dist.Normal(0.0, 2.0))
-    bnn = tyxe.VariationalBNN(net, prior, likelihood, builder)
-    history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=3e-2), 150)
-    assert sum(history.loss[-10:]) < 0.5 * sum(history.loss[:10])
-    assert all(p.grad is not None for p in bnn.net_guide.parameters())
-    error, _ = bnn.evaluate(x, y, num_predictions=10, reduction="mean")
-    assert error < y.var(correction=0)
-
-
 def test_many_predictions_factorise_once(monkeypatch):
     bnn = make(functools.partial(AutoInducing, inducing_rows=4, inducing_cols=5), wide_net())
     calls = []

@@ -27,28 +27,28 @@ CONSTRUCTED = (
     (lambda: HomoskedasticGaussian(9), VALUE, "exactly one of them"),
     (lambda: HomoskedasticGaussian(9, 1.0, 1.0), VALUE, "exactly one of them"),
     (lambda: HomoskedasticGaussian(9, 0.0), VALUE, "scale is 0.0; expected positive numbers"),
-    (lambda: HomoskedasticGaussian(9, precision=-1.0), VALUE, "precision is -1.0; expected posit"),
+    (lambda: HomoskedasticGaussian(9, precision=-1.0), VALUE, "precision is -1.0; expected"),
     (lambda: HomoskedasticGaussian(9, math.nan), VALUE, "scale is nan; expected positive"),
     (lambda: HomoskedasticGaussian(9, SIGNED), VALUE, "expected positive numbers"),
     (lambda: StudentT(4, df=2.0), VALUE, r"df is 2\.0; expected a number above 2"),
-    (lambda: Bernoulli(8, pos_weight=-1.0), VALUE, "pos_weight is -1.0; expected numbers of 0 or"),
-    (lambda: Categorical(8, class_weights=SIGNED), VALUE, "class_weights are .*; expected a numb"),
+    (lambda: Bernoulli(8, pos_weight=-1.0), VALUE, "pos_weight is -1.0; expected"),
+    (lambda: Categorical(8, class_weights=SIGNED), VALUE, "class_weights are .*; exp"),
     (lambda: Categorical(8, class_weights=torch.zeros(2)), VALUE, "class_weights are"),
     (lambda: Ordinal(3, 1), VALUE, "num_classes is 1; expected 2 or more"),
-    (lambda: Ordinal(3, 4, cut_points=torch.zeros(2)), VALUE, r"shape \(2,\); expected \(3,\)"),
+    (lambda: Ordinal(3, 4, cut_points=torch.zeros(2)), VALUE, r"expected \(3,\)"),
     (lambda: Ordinal(3, 3, cut_points=torch.zeros(2)), VALUE, "expected numbers that grow"),
     (lambda: Censored(3), TYPE, "base is 3; expected"),
-    (lambda: Censored(KINDS), TYPE, "base is a Categorical; expected a likelihood of numbers"),
-    (lambda: Censored(Joint(a=COUNTS)), TYPE, "base is a Joint; expected a likelihood of numbers"),
-    (lambda: Censored(Censored(UNIT)), TYPE, "base is a Censored; expected a likelihood of numb"),
+    (lambda: Censored(KINDS), TYPE, "Categorical; expected a likelihood of numbers"),
+    (lambda: Censored(Joint(a=COUNTS)), TYPE, "Joint; expected a likelihood"),
+    (lambda: Censored(Censored(UNIT)), TYPE, "Censored; expected a likelihood"),
     (Joint, VALUE, "needs parts by name"),
     (lambda: Joint(joint=COUNTS), VALUE, "none of them"),
     (lambda: Joint(kind=3), TYPE, "kind is 3; expected a likelihood"),
     (lambda: Joint(kind=KINDS, count=COUNTS), VALUE, r"different dataset_size.*6.*3"),
-    (lambda: Joint(a=KINDS, weights={"b": 2.0}), VALUE, "part of weights is 'b'; expected one of"),
-    (lambda: Joint(a=KINDS, weights={"a": -1}), VALUE, "weight of a is -1; expected a number of"),
+    (lambda: Joint(a=KINDS, weights={"b": 2.0}), VALUE, "part of weights is 'b'; expected"),
+    (lambda: Joint(a=KINDS, weights={"a": -1}), VALUE, "weight of a is -1; expected"),
     (lambda: Joint(a=KINDS, weights={"a": 0.0}), VALUE, "all weights of parts are 0"),
-    (lambda: Joint(a=KINDS, weights=KINDS), TYPE, "weights is a Categorical; expected numbers by"),
+    (lambda: Joint(a=KINDS, weights=KINDS), TYPE, "weights is a Categorical"),
 )
 
 PREDICTED = (
@@ -57,11 +57,11 @@ PREDICTED = (
         for likelihood in (Bernoulli(9), UNIT, COUNTS)
     ),
     *(
-        (lambda call=call: call(PAIR, torch.zeros(3)), TYPE, r"torch.float32; pass targets.long\(")
+        (lambda call=call: call(PAIR, torch.zeros(3)), TYPE, r"pass targets.long\(")
         for call in (KINDS.log_likelihood, KINDS.error, KINDS)
     ),
     *(
-        (lambda f=f: HeteroskedasticGaussian(9)(f), VALUE, "a mean and a scale for each of d targ")
+        (lambda f=f: HeteroskedasticGaussian(9)(f), VALUE, "a mean and a scale for each")
         for f in (torch.zeros(4), torch.zeros(4, 3))
     ),
     *(
@@ -71,9 +71,9 @@ PREDICTED = (
     (
         lambda: KINDS.check_predictions(POINT),
         VALUE,
-        r"shape \(\); .* average over the batch",
+        "average over the batch",
     ),
-    (lambda: Ordinal(3, 3).log_likelihood(PAIR, POINT), VALUE, "one number for each target, "),
+    (lambda: Ordinal(3, 3).log_likelihood(PAIR, POINT), VALUE, "one number for each target"),
     (
         lambda: Censored(UNIT).check_targets(COLUMN, PAIRS.flip(-1)),
         VALUE,

@@ -150,28 +150,6 @@ def test_the_density_of_a_hierarchy_is_that_of_its_parts():
     torch.testing.assert_close(trace.log_prob_sum(), expected)
 
 
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize(
-    ("distribution", "num_particles"),
-    [(dist.Laplace(0.0, 1.0), 1), (dist.StudentT(4.0, 0.0, 1.0), 4)],  # the first in closed form
-)
-def test_priors_beyond_the_normal_are_fitted(distribution, num_particles):
-    # One weight, no data worth speaking of: the posterior is the prior, whose median is 0 and
-    # whose best Normal (in KL) has a finite scale.
-    bnn = tyxe.VariationalBNN(
-        nn.Linear(1, 1, bias=False),
-        IIDPrior(distribution),
-        tyxe.likelihoods.HomoskedasticGaussian(1, scale=1e3),
-        functools.partial(
-            tyxe.guides.AutoNormal, init_loc_fn=tyxe.guides.init_to_constant(constant=1.0)
-        ),
-    )
-    data = [(torch.ones(1, 1), torch.zeros(1, 1))]
-    bnn.fit(data, functools.partial(torch.optim.Adam, lr=0.02), 400, num_particles=num_particles)
-    assert abs(bnn.net_guide.get_loc("weight").item()) < 0.25
-    assert 0.5 < bnn.net_guide.get_scale("weight").item() < 2.0
-
-
 def test_custom_priors_need_one_method():
     class Half(Prior):
         def prior_dist(self, name, module, param):
