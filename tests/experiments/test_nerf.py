@@ -2,18 +2,15 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import nerf
 import nerf_scores
 import numpy as np
-import pyro.distributions as dist
 import pytest
 import rendering
 import torch
 
-import tyxe
 from tests.oracles.cameras import DISTANCE, FOV, cameras, pixel_grid, views_from
 
 
@@ -207,34 +204,6 @@ def test_scores_by_view_are_those_of_one_view():
     assert found["silhouette error"] == pytest.approx(expected, abs=1e-5)
     expected = draws[:, :, 3].var(0).mean((1, 2)).sqrt().tolist()
     assert found["silhouette sd"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_one_draw_renders_all_pieces():
-    torch.manual_seed(0)
-    views = views_from([0.0, 120.0], size=6)
-    guide = partial(tyxe.guides.AutoNormal, init_scale=0.1)
-    bnn = tyxe.PytorchBNN(
-        nerf.RadianceField(4, 8).double(), tyxe.priors.IIDPrior(dist.Normal(0, 1)), guide
-    )
-    whole, pieces = (rendering.TorchRenderer(6, 10, 1.65, 3.75, chunk) for chunk in (10_000, 70))
-    with torch.no_grad():
-        with bnn.hold_sample():
-            expected = whole.images(views, bnn)
-            torch.testing.assert_close(pieces.images(views, bnn), expected)
-        with bnn.hold_sample():
-            assert not torch.allclose(pieces.images(views, bnn), expected)
-    # and in training, where the loss of all pieces has the gradient of one draw
-    for chunk in (10_000, 70):
-        torch.manual_seed(1)
-        with bnn.hold_sample():
-            images = rendering.TorchRenderer(6, 10, 1.65, 3.75, chunk).images(views, bnn)
-        (images.square().sum() + bnn.cached_kl_loss).backward()
-        gradients = [p.grad.clone() for p in bnn.net_guide.parameters()]
-        bnn.zero_grad()
-        if chunk == 10_000:
-            of_whole = gradients
-    for found, expected in zip(gradients, of_whole, strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 # --------------------------------------------------------------------------- bad input
