@@ -326,23 +326,6 @@ def test_a_gradient_that_nobody_needs_is_not_refused(handler):
     assert all(p.grad is None for p in bnn.parameters())
 
 
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize("handler", [nullcontext, *HANDLERS])
-def test_a_fit_whose_backward_is_in_another_thread_is_that_of_one_run(handler, monkeypatch):
-    sgd, backward = partial(torch.optim.SGD, lr=1e-3), torch.Tensor.backward
-    with handler():
-        expected = fitted("plain", sgd)
-
-    def elsewhere(loss: torch.Tensor) -> None:
-        with monkeypatch.context() as plain:
-            plain.setattr(torch.Tensor, "backward", backward)
-            backward_in_another_thread(loss)
-
-    monkeypatch.setattr(torch.Tensor, "backward", elsewhere)
-    with handler():
-        assert_same(fitted("checkpoint", sgd), expected)
-
-
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
 def test_a_held_draw_that_is_first_used_without_gradients_has_them(first):
     bnn = tyxe.PytorchBNN(net("plain"), PRIOR, partial(AutoNormal, init_scale=0.3))
