@@ -295,12 +295,12 @@ def normal_moments(q: td.Distribution) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def _vectors(sites: IndependentSites, joint: Gaussian) -> list[Tensor]:
-    """Return means, variances and log-scales of independent Normals, each as one vector."""
+    """Return means, variances and log-scales of independent Normals as vectors."""
     moments = {name: normal_moments(one) for name, one in sites.distributions.items()}
     known = {name: found for name, found in moments.items() if found is not None}
     if set(known) != set(joint.names) or len(known) < len(moments):
         raise NotImplementedError
-    return [joint.flatten({name: found[i] for name, found in known.items()}) for i in range(3)]
+    return [joint.flatten({n: found[i] for n, found in known.items()}) for i in range(3)]
 
 
 @td.register_kl(IndependentSites, Gaussian)

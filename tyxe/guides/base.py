@@ -56,7 +56,7 @@ class Site:
 def sites_of(
     module: Callable[..., Any], takes_discrete: bool = False
 ) -> tuple[list[Site], dict[str, dict[str, Any]]]:
-    """Run a program once and return its latent variables, with their Pyro messages by name."""
+    """Run a program once and return its latent variables, with their messages by name."""
     program = module.forward if isinstance(module, nn.Module) else module
     try:
         inspect.signature(program).bind()
@@ -310,7 +310,7 @@ def start_of(argument: str, start: Callable[[Any], Tensor], site: Site, message:
 
 
 def weight_covariance(guide: AnyGuide, blocks: ParamBlocks) -> Operator:
-    """Return the covariance of the weights, in the blocks' order, under a posterior of Normals."""
+    """Return the weights' covariance, in the blocks' order, of a posterior of Normals."""
     posterior = guide.as_priors()
     joint = getattr(next(iter(posterior.values())), "joint", None)
     if isinstance(joint, Gaussian) and set(joint.names) == set(posterior):

@@ -355,7 +355,7 @@ Q_INDUCING: dict[str, type[FamilyU]] = {
 
 
 class InducingFamily(SiteTensors):
-    """The parameters of `q(U)` of all layers, whose means start at `starts`, `(M_r, M_c)` each."""
+    """The parameters of `q(U)` of all layers, whose means start at `starts`."""
 
     def __init__(
         self, kind: type[FamilyU], starts: Mapping[str, Tensor], options: InducingOptions

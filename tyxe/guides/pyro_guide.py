@@ -138,8 +138,8 @@ class PyroGuide(AnyGuide):
         """
         if isinstance(builder, nn.Module) or not callable(builder):
             raise TypeError(
-                f"the guide's builder is {described(builder)}; expected a class of guides, such as "
-                "tyxe.guides.AutoNormal, or a functools.partial of one: the BNN builds the guide"
+                f"the guide's builder is {described(builder)}; expected a class of guides, such "
+                "as tyxe.guides.AutoNormal, or a functools.partial of one, which the BNN calls"
             )
         names = _kept_apart(module) if _has_part_of_each(builder) else {}
         program = _Renamed(names)(module) if names else module

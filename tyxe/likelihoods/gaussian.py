@@ -20,7 +20,7 @@ from tyxe.likelihoods.reductions import mean_of, mean_over, moments, stacked
 
 
 class _Noisy(OwnParameter):
-    """Base of noise of one scale for all points, about locations that the net predicts."""
+    """Base of noise of one scale for all points, about what the net predicts."""
 
     @abstractmethod
     def _variance(self, latents: Latents, like: Tensor) -> Tensor:

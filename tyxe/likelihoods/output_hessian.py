@@ -144,8 +144,8 @@ def _(likelihood: Ordinal, predictions: Tensor, latents: Latents = None) -> Tens
 class SqrtColumns:
     """The columns `s` of a square root of output Hessians, `H_n = sum_s s_n s_n^T`.
 
-    Each has the predictions' shape, and is a cotangent for autograd. The `R` positions have `rank`
-    columns each, zero at all others; `block_column(k)` is column `k` of every block, `(n, R, C)`.
+    Each has the predictions' shape, and is a cotangent for autograd. The `R` positions have
+    `rank` columns each, zero elsewhere; `block_column(k)` is column `k` of all blocks.
     """
 
     shape: torch.Size
@@ -192,7 +192,8 @@ def output_hessian_sqrt(
     if _is_plain(likelihood):
         return _categorical_sqrt(likelihood, predictions)
     roots = _psd_sqrt(output_hessian(likelihood, predictions, latents))
-    return SqrtColumns(predictions.shape, roots.shape[1], roots.shape[-1], lambda k: roots[..., k])
+    _, num_positions, _, rank = roots.shape
+    return SqrtColumns(predictions.shape, num_positions, rank, lambda k: roots[..., k])
 
 
 def output_hessian_product(likelihood: Likelihood, predictions: Tensor, vectors: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class OwnParameter(Likelihood):
         return {self.parameter: self.noise_prior.distribution}
 
     def own_value(self, latents: Latents = None, like: Tensor | None = None) -> Tensor:
-        """Return the number, or numbers; a ValueError where it is inferred, and has no value.
+        """Return the number, or numbers; a ValueError where an inferred one has no value.
 
         A number is returned in the dtype and on the device of `like`.
         """

@@ -11,7 +11,7 @@ from tyxe import check
 
 
 def reduce_points(values: Tensor, reduction: str, weights: Tensor | None = None) -> Tensor:
-    """Reduce numbers of points, `(..., n)`: their sum, mean or none, by weights `(n,)`."""
+    """Return the sum or mean over points, `(..., n)`, by weights `(n,)`, or all numbers."""
     check.choice("reduction", reduction, ("sum", "mean", "none"))
     if reduction == "none":
         return values

@@ -75,7 +75,7 @@ class Selection:
         self.hide_all = hide_all or not (expose_all or self.rules)
 
     def of(self, net: nn.Module) -> list[Parameter]:
-        """Return the exposed parameters of a net, in order; raise for rules that do not fit it."""
+        """Return the exposed parameters of a net, in order; raise if rules do not fit."""
         parameters = parameters_of(net)
         named = {kind: _named(kind, rule, net, parameters) for kind, rule in self.rules.items()}
         for hide, expose in PAIRS:

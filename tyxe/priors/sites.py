@@ -73,7 +73,7 @@ class SitePriors(nn.Module):
     def update(self, priors: Mapping[str, SitePrior], like: Mapping[str, Tensor]) -> None:
         """Replace the priors of all sites, in the dtypes and on the devices of the tensors `like`.
 
-        Marginals of one joint distribution are stored as that distribution; all have to be there.
+        Marginals of a joint distribution are stored as that one, and all have to be there.
         """
         joints = _joints_of(priors, self.prefix)
         entries: list[nn.Module] = []
