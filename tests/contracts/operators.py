@@ -107,7 +107,8 @@ def check_operator(make: Callable[[], Operator]) -> None:
     _check_precisions(operator)
     _check_arguments(operator)
     _check_gradients(operator)
-    _check_gradient_after_no_grad(operator)
+    for guard in (torch.no_grad, torch.inference_mode):
+        _check_gradient_after(guard, operator)
 
 
 def _vectors(operator: Operator, *batch: int) -> Tensor:
@@ -264,13 +265,12 @@ def _check_gradients(operator: Operator) -> None:
         assert right, f"the gradient of {what} in scale and diagonal"
 
 
-def _check_gradient_after_no_grad(operator: Operator) -> None:
+def _check_gradient_after(guard: Callable[[], Any], operator: Operator) -> None:
     tau = _number(operator, 0.7)
     derived = operator.add_diagonal(tau)
-    with torch.no_grad():
+    with guard():
         derived.solve(_vectors(operator))
     (gradient,) = torch.autograd.grad(derived.logdet(), tau)
     expected = derived.detach().inverse_diagonal().sum()
-    assert_close(
-        gradient, expected, "the gradient of logdet after a solve under no_grad", TOLERANCE
-    )
+    what = f"the gradient of logdet after a solve under {guard.__name__}"
+    assert_close(gradient, expected, what, TOLERANCE)

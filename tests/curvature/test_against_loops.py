@@ -164,20 +164,6 @@ def test_reduced_factors_of_one_point_are_exact_where_positions_meet_in_a_sum(la
     torch.testing.assert_close(block.to_dense(), expected, rtol=1e-8, atol=1e-9)
 
 
-def test_kronecker_is_exact_per_site_for_a_deep_linear_net():
-    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2))
-    bnn, _, x, linearize = made((lambda: net, (7, 3)))
-    full = curvature_of(bnn, linearize, x, "full").operator.to_dense()
-    kron = curvature_of(bnn, linearize, x, "kron").operator
-    start = 0
-    for block in kron.blocks.values():
-        stop = start + block.size
-        torch.testing.assert_close(
-            block.to_dense(), full[start:stop, start:stop], rtol=1e-9, atol=1e-9
-        )
-        start = stop
-
-
 def test_expanded_factors_are_exact_for_a_linear_layer_over_positions():
     bnn, _, x, linearize = made((lambda: nn.Linear(3, 2), (4, 5, 3)))
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5, event_dim=2)
@@ -210,25 +196,6 @@ def test_the_ggn_of_every_likelihood(which):
     torch.testing.assert_close(full.operator.to_dense(), expected, rtol=1e-9, atol=1e-10)
     log_likelihood = likelihood.log_likelihood(linearize(x).outputs, targets, "sum")
     assert math.isclose(full.log_likelihood, float(log_likelihood.detach()), rel_tol=1e-12)
-
-
-def test_the_sampled_fisher_converges_to_the_ggn():
-    bnn, _, x, linearize = made("mlp")
-    likelihood = tyxe.likelihoods.Categorical(len(x))
-    targets = torch.zeros(len(x)).long()
-    exact = curvature_of(bnn, linearize, x, "diag", likelihood, targets=targets).operator.diagonal()
-    # The same points a hundred times, each with a label of its own.
-    options = {"targets": targets.repeat(100), "curvature": "fisher"}
-    many, all_data = x.repeat(100, 1), tyxe.likelihoods.Categorical(100 * len(x))
-    draws = torch.stack(
-        [
-            curvature_of(bnn, linearize, many, "diag", all_data, **options).operator.diagonal()
-            for _ in range(30)
-        ]
-    )
-    draws = draws / 100
-    error = draws.std(0) / 30**0.5
-    assert bool(((draws.mean(0) - exact).abs() <= 5 * error + 1e-12).all())
 
 
 def test_the_empirical_fisher_is_that_of_the_labels():

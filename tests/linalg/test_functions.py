@@ -56,25 +56,14 @@ def test_plus_is_the_sum_of_the_matrices(names):
     assert_is(plus(a, b), a.to_dense() + b.to_dense())
 
 
-@pytest.mark.parametrize("rescaled", [False, True])
-def test_a_constant_diagonal_and_a_kronecker_product_are_one(rescaled):
-    product, number = OPERATORS["damped" if rescaled else "kronecker"](), torch.tensor(0.7)
-    expected = product.to_dense() + 0.7 * torch.eye(6)
-    for terms in ((product, Diagonal(number.expand(6))), (Diagonal(number.expand(6)), product)):
-        total = plus(*terms)
-        assert isinstance(total, Kronecker)
-        assert_is(total, expected)
-    by_block = plus(BlockDiagonal({"w": product}), BlockDiagonal({"w": Diagonal(number.expand(6))}))
-    assert isinstance(by_block.blocks["w"], Kronecker)
-    assert_is(by_block, expected)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "kind"),
     [
         ("diagonal", "constant", Diagonal),
         ("diagonal", "low rank", LowRank),
         ("diagonal", "kronecker", Sum),
+        ("constant", "kronecker", Kronecker),
+        ("constant", "damped", Kronecker),
         ("dense", "kronecker", Dense),
         ("kronecker", "damped", Sum),
         ("blocks", "diagonal", BlockDiagonal),

@@ -13,15 +13,14 @@ WHICH = {
 }
 
 
-BIASED = [name for name, make in MAPS.items() if getattr(make().layer, "bias", None) is not None]
+BIASED = [name for name, make in MAPS.items() if getattr(make()[0], "bias", None) is not None]
 CASES = [(name, "both") for name in MAPS]
 CASES += [(name, which) for name in BIASED for which in ("weight", "bias")]
 
 
 def case_of(name, which):
-    case = MAPS[name]()
-    bnn = bnn_of(case.layer, **WHICH[which])
-    return bnn, torch.randn(case.shape, dtype=torch.float64)
+    layer, shape = MAPS[name]()
+    return bnn_of(layer, **WHICH[which]), torch.randn(shape, dtype=torch.float64)
 
 
 def layer_moments(bnn, x):

@@ -1,7 +1,5 @@
 """Moments of linear maps with random weights, from nothing but the map itself."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -27,14 +25,6 @@ def jacobian_moments(function, x, weight, bias):
         mean += flat @ m.flatten()
         variance += flat.square() @ v.flatten()
     return mean, variance
-
-
-@dataclass(frozen=True)
-class MapCase:
-    """A layer, and the shape of an input."""
-
-    layer: nn.Module
-    shape: tuple[int, ...]
 
 
 class Matmul(nn.Module):
@@ -71,37 +61,36 @@ class Halves(nn.Module):
         return torch.cat([F.linear(x, first), F.linear(x, second)], -1)
 
 
+# Each makes a layer, and says the shape of an input.
 MAPS = {
-    "linear": lambda: MapCase(nn.Linear(3, 2), (4, 3)),
-    "linear, no bias": lambda: MapCase(nn.Linear(3, 2, bias=False), (4, 3)),
-    "linear, no batch": lambda: MapCase(nn.Linear(3, 2), (3,)),
-    "linear, two batch dimensions": lambda: MapCase(nn.Linear(3, 2), (4, 5, 3)),
-    "linear, three batch dimensions": lambda: MapCase(nn.Linear(3, 2), (2, 2, 2, 3)),
-    "matmul": lambda: MapCase(Matmul(), (4, 3)),
-    "matmul, transposed": lambda: MapCase(TransposedMatmul(), (4, 3)),
-    "matmul, vector": lambda: MapCase(TransposedMatmul(), (3,)),
-    "split weight": lambda: MapCase(Halves(), (4, 3)),
-    "conv1d": lambda: MapCase(nn.Conv1d(2, 3, 3), (2, 2, 6)),
-    "conv1d, same": lambda: MapCase(nn.Conv1d(2, 3, 3, padding="same", dilation=2), (2, 2, 5)),
-    "conv1d, no batch": lambda: MapCase(nn.Conv1d(2, 3, 3), (2, 6)),
-    "conv1d, circular": lambda: MapCase(
-        nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), (2, 2, 5)
+    "linear": lambda: (nn.Linear(3, 2), (4, 3)),
+    "linear, no bias": lambda: (nn.Linear(3, 2, bias=False), (4, 3)),
+    "linear, no batch": lambda: (nn.Linear(3, 2), (3,)),
+    "linear, two batch dimensions": lambda: (nn.Linear(3, 2), (4, 5, 3)),
+    "linear, three batch dimensions": lambda: (nn.Linear(3, 2), (2, 2, 2, 3)),
+    "matmul": lambda: (Matmul(), (4, 3)),
+    "matmul, transposed": lambda: (TransposedMatmul(), (4, 3)),
+    "matmul, vector": lambda: (TransposedMatmul(), (3,)),
+    "split weight": lambda: (Halves(), (4, 3)),
+    "conv1d": lambda: (nn.Conv1d(2, 3, 3), (2, 2, 6)),
+    "conv1d, same": lambda: (nn.Conv1d(2, 3, 3, padding="same", dilation=2), (2, 2, 5)),
+    "conv1d, no batch": lambda: (nn.Conv1d(2, 3, 3), (2, 6)),
+    "conv1d, circular": lambda: (nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), (2, 2, 5)),
+    "conv2d": lambda: (nn.Conv2d(2, 3, (3, 2)), (2, 2, 4, 4)),
+    "conv2d, stride and padding": lambda: (nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 2, 5, 4)),
+    "conv2d, dilated": lambda: (nn.Conv2d(2, 2, 2, dilation=2), (2, 2, 4, 4)),
+    "conv2d, grouped": lambda: (nn.Conv2d(4, 6, 2, groups=2), (2, 4, 3, 3)),
+    "conv2d, depthwise": lambda: (nn.Conv2d(3, 3, 2, groups=3, bias=False), (2, 3, 3, 3)),
+    "conv2d, no batch": lambda: (nn.Conv2d(2, 2, 2), (2, 3, 3)),
+    "conv3d": lambda: (nn.Conv3d(1, 2, 2, stride=2, padding=1), (2, 1, 3, 3, 2)),
+    "conv_transpose1d": lambda: (nn.ConvTranspose1d(2, 3, 3, stride=2), (2, 2, 3)),
+    "conv_transpose2d": lambda: (
+        nn.ConvTranspose2d(2, 2, 3, stride=2, padding=1, output_padding=1),
+        (2, 2, 2, 2),
     ),
-    "conv2d": lambda: MapCase(nn.Conv2d(2, 3, (3, 2)), (2, 2, 4, 4)),
-    "conv2d, stride and padding": lambda: MapCase(
-        nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 2, 5, 4)
+    "conv_transpose2d, grouped": lambda: (
+        nn.ConvTranspose2d(4, 2, 2, groups=2, dilation=2),
+        (2, 4, 2, 2),
     ),
-    "conv2d, dilated": lambda: MapCase(nn.Conv2d(2, 2, 2, dilation=2), (2, 2, 4, 4)),
-    "conv2d, grouped": lambda: MapCase(nn.Conv2d(4, 6, 2, groups=2), (2, 4, 3, 3)),
-    "conv2d, depthwise": lambda: MapCase(nn.Conv2d(3, 3, 2, groups=3, bias=False), (2, 3, 3, 3)),
-    "conv2d, no batch": lambda: MapCase(nn.Conv2d(2, 2, 2), (2, 3, 3)),
-    "conv3d": lambda: MapCase(nn.Conv3d(1, 2, 2, stride=2, padding=1), (2, 1, 3, 3, 2)),
-    "conv_transpose1d": lambda: MapCase(nn.ConvTranspose1d(2, 3, 3, stride=2), (2, 2, 3)),
-    "conv_transpose2d": lambda: MapCase(
-        nn.ConvTranspose2d(2, 2, 3, stride=2, padding=1, output_padding=1), (2, 2, 2, 2)
-    ),
-    "conv_transpose2d, grouped": lambda: MapCase(
-        nn.ConvTranspose2d(4, 2, 2, groups=2, dilation=2), (2, 4, 2, 2)
-    ),
-    "conv_transpose3d": lambda: MapCase(nn.ConvTranspose3d(1, 2, 2), (1, 1, 2, 2, 2)),
+    "conv_transpose3d": lambda: (nn.ConvTranspose3d(1, 2, 2), (1, 1, 2, 2, 2)),
 }

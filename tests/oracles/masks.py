@@ -4,6 +4,7 @@ import functools
 
 import pyro.distributions as dist
 import torch
+import torch.distributions as td
 import torch.nn as nn
 
 import tyxe
@@ -58,13 +59,24 @@ def masked(mask):
     return selective_mask(mask=mask, expose=EXPOSE)
 
 
+def seeded(function, *args, **options):
+    torch.manual_seed(2)
+    return function(*args, **options)
+
+
 def fitted(bnn, x, y, **options):
     """Loss and gradient of one step."""
-    torch.manual_seed(2)
-    history = bnn.fit([(x, y)], torch.optim.SGD(bnn.parameters(), lr=0.0), 1, **options)
+    optim = torch.optim.SGD(bnn.parameters(), lr=0.0)
+    history = seeded(bnn.fit, [(x, y)], optim, 1, **options)
     gradient = torch.cat([p.grad.flatten() for p in bnn.parameters() if p.grad is not None])
     numbers = [history.loss[0], history.log_likelihood[0], history.kl[0]]
     return torch.tensor(numbers, dtype=torch.float64), gradient
+
+
+def kl_by_site(bnn):
+    priors, posterior = dict(bnn.net_prior.priors()), bnn.net_guide.posterior()
+    prefix = bnn.net_prior.prefix
+    return {name: td.kl_divergence(posterior[prefix + name], priors[name]) for name in priors}
 
 
 MASKS = {

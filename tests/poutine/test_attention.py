@@ -214,3 +214,55 @@ def test_flipout_of_the_last_projection_differs_between_points():
     correlation = (first * second).mean(0) / (first.square() * second.square()).mean(0).sqrt()
     # Products of signs are independent: a sum of them, over the root of their squares, is N(0, 1).
     assert bool((correlation.abs() * math.sqrt(count) < 4.5).all())
+
+
+# --- flipout's signs belong to data points, whatever rows a linear map sees -----------------------
+
+POINTS, POSITIONS = 5, 7
+FLIPPED = {
+    "attention, batch first": (lambda: Attend(batch_first=True), 0),
+    "attention, sequence first": (lambda: Attend(), 1),
+    "a whole layer, batch first": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+        0,
+    ),
+    "a whole layer, sequence first": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0), 1),
+    "linear, sequence first": (lambda: nn.Linear(4, 3), 1),
+    "linear, batch first": (lambda: nn.Linear(4, 3), 0),
+}
+
+
+def flipped(net, x, batch_dim):
+    """One draw of a net without norms, which are no linear maps."""
+    bnn = bnn_of(net, hide_module_types=[nn.LayerNorm])
+    with flipout(batch_dim):
+        return bnn.predict(x, num_predictions=1, aggregate=False)[0]
+
+
+@pytest.mark.parametrize("name", FLIPPED)
+def test_positions_of_a_point_meet_one_draw(name):
+    make, batch_dim = FLIPPED[name]
+    # Points that have the same features at each of their positions.
+    x = torch.randn(POINTS, 1, 4).double().expand(-1, POSITIONS, -1)
+    found = flipped(make(), x if batch_dim == 0 else x.transpose(0, 1), batch_dim)
+    found = found if batch_dim == 0 else found.transpose(0, 1)
+    torch.testing.assert_close(found, found[:, :1].expand_as(found))
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_points_have_signs_of_their_own(batch_dim):
+    x = torch.ones(POINTS, POSITIONS, 4).double()
+    found = flipped(nn.Linear(4, 6), x if batch_dim == 0 else x.transpose(0, 1), batch_dim)
+    assert len(found.select(1 - batch_dim, 0).unique(dim=0)) == POINTS
+
+
+def test_a_sequence_without_a_batch_is_one_point():
+    x = torch.randn(1, 4).double().expand(POSITIONS, -1)
+    found = flipped(Attend(batch_first=True), x, 0)
+    torch.testing.assert_close(found, found[:1].expand_as(found))
+
+
+@pytest.mark.parametrize("given", [-1, "first"])
+def test_a_batch_dim_that_is_none(given):
+    with pytest.raises((TypeError, ValueError), match=r"batch_dim is .*; expected"):
+        flipout(given)

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -18,6 +17,7 @@ from tests.oracles.variational_laplace import (
     likelihoods,
     linear_gaussian,
     moments_of,
+    small,
     smooth_net,
     terms_of,
     variances_of,
@@ -63,19 +63,6 @@ def test_the_optimum_of_a_linear_gaussian_model_is_the_mean_field_posterior():
         terms = terms_of(bnn, x, y)
     gradients = torch.autograd.grad(terms.data - terms.kl, list(guide.parameters()))
     assert flat(gradients).abs().max() < 1e-10
-
-
-def test_fit_finds_the_mean_field_posterior_of_a_linear_gaussian_model():
-    bnn, x, y = linear_gaussian()
-    precision = x.square().sum(0) / 0.7**2 + 1.0
-    rates = torch.optim.lr_scheduler.ExponentialLR
-    scheduler = pyro.optim.PyroLRScheduler(
-        rates, {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.985}
-    )
-    with variational_laplace("hessian"):
-        bnn.fit([(x, y)], scheduler, 400, callback=lambda *_: scheduler.step(), progress=False)
-    found = bnn.net_guide.get_scale("weight").detach()[0]
-    assert torch.allclose(found, precision.rsqrt(), rtol=1e-3)
 
 
 # --------------------------------------------------------------------------- curvature
@@ -194,9 +181,7 @@ def test_mask_is_the_same_as_leaving_rows_out():
 
 
 def test_particles_average_over_labels_and_beta_weighs_the_kl():
-    likelihood, y, outputs = likelihoods(6)["categorical"]
-    x = torch.randn(6, 2, dtype=torch.float64)
-    bnn = bnn_of(smooth_net(outputs), likelihood)
+    bnn, x, y = small()
     frozen = functools.partial(torch.optim.SGD, lr=0.0)
     with variational_laplace():
         one = [bnn.fit([(x, y)], frozen, 1).log_likelihood[0] for _ in range(100)]

@@ -28,8 +28,7 @@ from tyxe.poutine import variational_laplace
 
 
 def test_pyros_own_elbos_have_the_same_value():
-    likelihood, y, outputs = likelihoods(6)["categorical"]
-    bnn, x = bnn_of(smooth_net(outputs), likelihood), torch.randn(6, 2, dtype=torch.float64)
+    bnn, x, y = small()
     labels = torch.randint(3, (6,))
     with with_labels(labels):
         terms = terms_of(bnn, x, y)
@@ -128,8 +127,7 @@ def test_transformers_run_their_attention_unfused():
 
 
 def test_nothing_is_left_behind_and_draws_are_draws_again():
-    likelihood, y, outputs = likelihoods(6)["categorical"]
-    bnn, x = bnn_of(smooth_net(outputs), likelihood), torch.randn(6, 2, dtype=torch.float64)
+    bnn, x, y = small()
     before = torch.backends.cuda.flash_sdp_enabled()
     with variational_laplace():
         bnn.fit([(x, y)], torch.optim.Adam, 1)
@@ -143,8 +141,7 @@ def test_nothing_is_left_behind_and_draws_are_draws_again():
 
 
 def test_report_lists_means():
-    likelihood, y, outputs = likelihoods(6)["categorical"]
-    bnn, x = bnn_of(smooth_net(outputs), likelihood), torch.randn(6, 2, dtype=torch.float64)
+    bnn, x, y = small()
     with tyxe.poutine.report() as outer, variational_laplace(), tyxe.poutine.report() as inner:
         bnn.fit([(x, y)], torch.optim.Adam, 1)
     assert {row.treatment for row in inner} == {row.treatment for row in outer} == {"mean"}

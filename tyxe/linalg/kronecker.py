@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +29,6 @@ def _rotated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return left @ (x @ right.mT)
 
 
-def _rows_times(x: Tensor, matrix: Tensor) -> Tensor:
-    """Return `x @ matrix`, of several points by one product that reads the matrix once."""
-    if math.prod(x.shape[:-2]) == 1:  # the number of points may be symbolic
-        return x @ matrix
-    return (x.reshape(-1, x.shape[-1]) @ matrix).view(x.shape)
-
-
 def kron_rotate_summed(a: Tensor, g: Tensor, u_a: Tensor, u_g: Tensor) -> Tensor:
     """Return `U_g^T (sum_r g_cr a_r^T) U_a`, `(..., out, C, in)`.
 
@@ -46,9 +38,10 @@ def kron_rotate_summed(a: Tensor, g: Tensor, u_a: Tensor, u_g: Tensor) -> Tensor
     count, positions, rows = g.shape[-3:]
     a_first, g_first = positions <= count * rows, positions <= a.shape[-1]
     if a_first:
-        # Of more positions each point has a product, with positions last in memory, as they are.
-        few = 8 * positions <= a.shape[-1] and math.prod(a.shape[:-2]) > 1
-        a = _rows_times(a, u_a) if few else (u_a.mT @ a.mT).mT
+        # Few positions of all points have one product, which reads the basis once. Of more each
+        # point has a product, with positions last in memory, as they are.
+        few = 8 * positions <= a.shape[-1]
+        a = a.contiguous() @ u_a if few else (u_a.mT @ a.mT).mT
     gradients = g.movedim(-1, -3).flatten(-2)
     if g_first:
         gradients = u_g.mT @ gradients
@@ -328,7 +321,7 @@ class Kronecker(Operator):
         check.shape("a", a, (*a.shape[:-2], "R", columns))
         check.shape("g", g, (*g.shape[:-3], "C", *a.shape[-2:-1], rows), ", of the positions of a")
         if pairs_are_fewer(a.shape[-2], g.shape[-3]):
-            rotated = _rows_times(a, self.in_basis), _rows_times(g, self.out_basis)
+            rotated = a.contiguous() @ self.in_basis, g.contiguous() @ self.out_basis
             return variance_of_products(*rotated, self.inverse_eigenvalues)
         sums = kron_rotate_summed(a, g, self.in_basis, self.out_basis)
         root = self._root.unsqueeze(-2)
