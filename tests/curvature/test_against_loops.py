@@ -10,30 +10,17 @@ import torch.nn.functional as F
 import tyxe
 from tests.oracles.architectures import Recurrent, TiedLanguageModel
 from tests.oracles.curvature import curvature_of, dense_jacobian, linearizing
+from tests.oracles.nets import NetOf
 from tyxe.distributions.param_blocks import LinearBlock, SiteBlock
 
 
-class Attends(nn.Module):
+def attends():
     """Self-attention, then a mean over positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
-
-
-class Twice(nn.Module):
-    """One layer, applied twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.layer(self.layer(x).tanh())
+    return NetOf(
+        lambda net, x: net.head(net.attention(x, x, x, need_weights=False)[0].mean(1)),
+        attention=nn.MultiheadAttention(4, 2, batch_first=True),
+        head=nn.Linear(4, 2),
+    )
 
 
 def conv(*layers):
@@ -74,7 +61,7 @@ NETS = {
         (3, 5, 3),
     ),
     "normed": (normed, (5, 3)),
-    "attention": (Attends, (3, 4, 4)),
+    "attention": (attends, (3, 4, 4)),
     "encoder": (
         lambda: nn.Sequential(
             nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True),
@@ -85,7 +72,10 @@ NETS = {
     ),
     "lstm": (lambda: Recurrent(nn.LSTM), (3, 3, 2)),
     "tied": (TiedLanguageModel, TOKENS),
-    "twice": (Twice, (4, 3)),
+    "twice": (
+        lambda: NetOf(lambda net, x: net.layer(net.layer(x).tanh()), layer=nn.Linear(3, 3)),
+        (4, 3),
+    ),
     "pixels": (
         lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 1)),
         (2, 1, 3, 3),

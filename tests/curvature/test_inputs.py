@@ -9,6 +9,7 @@ import torch.nn as nn
 
 import tyxe
 from tests.oracles.curvature import jacobian_of, laplace
+from tests.oracles.nets import NetOf
 from tyxe.curvature import jacobian
 from tyxe.guides import AutoNormal
 
@@ -87,19 +88,15 @@ def test_batches_with_different_constants_do_not_make_one():
 
 
 def test_arguments_that_cannot_be_taken_apart_are_refused():
-    class OfPoints(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.head = nn.LayerNorm(3), nn.Linear(3, 2)
-
-        def forward(self, points):
-            return self.head(self.norm(points.x))
+    net = NetOf(
+        lambda net, points: net.head(net.norm(points.x)), norm=nn.LayerNorm(3), head=nn.Linear(3, 2)
+    )
 
     class Points:
         def __init__(self, x):
             self.x = x
 
-    bnn = laplace(OfPoints())
+    bnn = laplace(net)
     with pytest.raises(TypeError, match="a Points has no rows to take apart: pass the net tensors"):
         bnn.fit_curvature([(Points(torch.randn(5, 3)), torch.zeros(5).long())])
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn as nn
 
 import tyxe
-from tests.curvature.test_against_loops import NETS, Attends
+from tests.curvature.test_against_loops import NETS, attends
 from tests.oracles.curvature import curvature_of, linearizing
+from tests.oracles.nets import NetOf
 from tyxe.curvature import CurvatureProducts
 from tyxe.curvature.products import low_rank_curvature
 from tyxe.data import Targets
@@ -50,22 +51,6 @@ def test_of_any_net_they_are_those_of_the_matrix(name):
     for batches in ([(x, targets)], [(x[:1], targets[:1]), (x[1:], targets[1:])]):
         given = bnn._run_frozen, values, bnn.likelihood, lambda batches=batches: batches
         close(dense(CurvatureProducts(*given, blocks=blocks)), full.operator.to_dense())
-
-
-def test_they_are_those_of_other_structures_where_these_are_exact():
-    bnn, values, x, linearize = linearizing(mlp(), torch.randn(1, 3).double())
-    kron, diag = (curvature_of(bnn, linearize, x, name) for name in ("kron", "diag"))
-    batch = [(x, torch.zeros(1, 3).double())]
-    found = dense(
-        CurvatureProducts(
-            bnn._run_frozen, values, bnn.likelihood, lambda: batch, blocks=kron.blocks
-        )
-    )
-    close(found.diagonal(), diag.operator.diagonal())
-    sizes = kron.blocks.sizes
-    for block, rows in zip(kron.operator.blocks.values(), found.split(sizes), strict=True):
-        start = sum(sizes[: kron.blocks.sizes.index(len(rows))])
-        close(rows[:, start : start + len(rows)], block.to_dense())
 
 
 LIKELIHOODS = {
@@ -151,29 +136,26 @@ def test_float32_is_close_to_float64_also_where_classes_are_certain():
     torch.testing.assert_close(found[0].double(), found[1], rtol=1e-4, atol=1e-6)
 
 
-class Distances(nn.Module):
+def distances():
     """Distances to rows, for which PyTorch has no forward mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(4, 3))
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.last(torch.cdist(x, self.rows))
+    return NetOf(
+        lambda net, x: net.last(torch.cdist(x, net.rows)),
+        rows=nn.Parameter(torch.randn(4, 3)),
+        last=nn.Linear(4, 2),
+    )
 
 
-@pytest.mark.parametrize("make", [Distances, Attends])
+@pytest.mark.parametrize("make", [distances, attends])
 def test_without_a_forward_mode_they_are_the_same_and_it_is_said_once(make):
     torch.manual_seed(0)
     net = make()
-    x = torch.randn(5, 3).double() if isinstance(net, Distances) else torch.randn(3, 4, 4).double()
+    x = torch.randn(5, 3).double() if make is distances else torch.randn(3, 4, 4).double()
     y = torch.zeros(len(x), 2).double()
     bnn, values, x, linearize = linearizing(net, x)
     full = curvature_of(bnn, linearize, x, "full")
     given = bnn._run_frozen, values, bnn.likelihood, lambda: [(x, y)]
     products = CurvatureProducts(*given, blocks=full.blocks)
-    if isinstance(net, Distances):
+    if make is distances:
         with pytest.warns(tyxe.TyxeWarning, match=r"no forward mode.*cdist"):
             products @ torch.zeros(2, full.blocks.size).double()
     close(dense(products), full.operator.to_dense())  # warnings are errors

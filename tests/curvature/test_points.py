@@ -4,19 +4,17 @@ import pytest
 import torch
 import torch.nn as nn
 
-from tests.oracles.curvature import Through, jacobian_of, laplace
-
-KINDS_OF_ORDER = ["second", "first step", "third", "folded", "folded, points first"]
-KINDS_OF_ORDER += ["folded convolution", "encoder", "recurrent"]
+from tests.oracles.curvature import HIDDEN, jacobian_of, laplace, through
+from tests.oracles.nets import NetOf
 
 
 @pytest.mark.filterwarnings("ignore:the net's outputs do not depend on site net.inner")
-@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
+@pytest.mark.parametrize("kind", HIDDEN)
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_points_are_found_where_a_map_holds_them(kind, structure):
     """As by one point after the other, for which there is no order."""
     torch.manual_seed(0)
-    net = Through(kind)
+    net = through(kind)
     x, y = torch.randn(5, 4, 3).double(), torch.arange(5) % 2
     bnn = laplace(net, structure)
     bnn.fit_curvature([(x[n : n + 1], y[n : n + 1]) for n in range(5)], progress=False)
@@ -38,7 +36,7 @@ def test_a_first_batch_that_does_not_tell_where_the_points_are(kind):
     torch.manual_seed(0)
     short, long = torch.randn(3, 1, 3).double(), torch.randn(6, 4, 3).double()
     y = torch.arange(9) % 2
-    bnn = laplace(Through(kind), "diag", points=9)
+    bnn = laplace(through(kind), "diag", points=9)
     points = [*short.split(1), *long.split(1)]
     bnn.fit_curvature([(x, y[n : n + 1]) for n, x in enumerate(points)], progress=False)
     expected = bnn.net_guide.precision.to_dense()
@@ -48,16 +46,14 @@ def test_a_first_batch_that_does_not_tell_where_the_points_are(kind):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-class Reordered(nn.Module):
-    """A layer that has the points in an order of their own, as nets of packed sequences do."""
+def reordered(order_of):
+    """A net with the points in an order of their own inside, as nets of packed sequences."""
 
-    def __init__(self, order):
-        super().__init__()
-        self.inner, self.outer, self.order = nn.Linear(3, 4), nn.Linear(4, 2), order
+    def forward(net, x):
+        order = order_of(x)
+        return net.outer(net.inner(x[order]).tanh()[order.argsort()])
 
-    def forward(self, x):
-        order = self.order(x)
-        return self.outer(self.inner(x[order]).tanh()[order.argsort()])
+    return NetOf(forward, inner=nn.Linear(3, 4), outer=nn.Linear(4, 2))
 
 
 ORDERS = {
@@ -71,7 +67,7 @@ ORDERS = {
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_points_in_another_order_inside_of_a_net_are_each_by_itself(order, structure):
     torch.manual_seed(0)
-    net = Reordered(ORDERS[order])
+    net = reordered(ORDERS[order])
     x, y = torch.randn(5, 3).double(), torch.arange(5) % 2
     bnn = laplace(net, structure)
     bnn.fit_curvature([(x[n : n + 1], y[n : n + 1]) for n in range(5)], progress=False)
@@ -85,12 +81,11 @@ def test_points_in_another_order_inside_of_a_net_are_each_by_itself(order, struc
 
 @pytest.mark.parametrize("structure", ["full", "diag", "kron"])
 def test_points_that_influence_each_other_have_no_curvature(structure):
-    class Mixed(Through):
-        def forward(self, x):
-            h = self.inner(x).tanh().sum(1)
-            return self.outer(h - h.mean(0))
+    def forward(net, x):
+        h = net.inner(x).tanh().sum(1)
+        return net.outer(h - h.mean(0))
 
-    bnn = laplace(Mixed(""), structure)
+    bnn = laplace(NetOf(forward, inner=nn.Linear(3, 4), outer=nn.Linear(4, 2)), structure)
     with pytest.raises(ValueError, match=r"'net\.inner\.weight'.*\(5, 4, 4\) for 5 data points"):
         bnn.fit_curvature([(torch.randn(5, 4, 3).double(), torch.zeros(5).long())], progress=False)
 
@@ -100,49 +95,44 @@ def test_points_that_influence_each_other_have_no_curvature(structure):
 def test_nodes_of_a_graph_influence_each_other(structure, kept):
     """In a batch of all nodes, and in one of some with what they depend on."""
 
-    class Convolved(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-            self.adjacency = torch.eye(5).double() + torch.eye(5).double().roll(1, 0)
-            self.adjacency[0] = self.adjacency[:, 0] = torch.eye(5)[0]  # a node by itself
+    adjacency = torch.eye(5).double() + torch.eye(5).double().roll(1, 0)
+    adjacency[0] = adjacency[:, 0] = torch.eye(5)[0]  # a node by itself
 
-        def forward(self, x):
-            h = self.first(self.adjacency @ x).tanh()
-            return self.second((self.adjacency @ h)[:kept])
+    def forward(net, x):
+        h = net.first(adjacency @ x).tanh()
+        return net.second((adjacency @ h)[:kept])
+
+    def convolved():
+        return NetOf(forward, first=nn.Linear(3, 4), second=nn.Linear(4, 2))
 
     data = [(torch.randn(5, 3).double(), torch.zeros(kept).long())]
     with pytest.raises(ValueError, match=r"'net\.first\.weight'.*as nodes of a graph do"):
-        laplace(Convolved(), structure).fit_curvature(data, progress=False)
-    last = laplace(Convolved(), structure, rules={"hide_modules": ["first"]})
+        laplace(convolved(), structure).fit_curvature(data, progress=False)
+    last = laplace(convolved(), structure, rules={"hide_modules": ["first"]})
     last.fit_curvature(data, progress=False)
     assert last.functional_variance(data[0][0]).shape == (kept, 2, 2)
 
 
-class Queries(nn.Module):
+def queries():
     """Learned queries attend to a set; their projection sees no point."""
 
-    def __init__(self):
-        super().__init__()
-        self.z = nn.Parameter(torch.randn(2, 3))
-        self.q, self.k, self.v, self.o = (nn.Linear(*ends) for ends in ((3, 4),) * 3 + ((8, 2),))
-
-    def forward(self, x):
+    def forward(net, x):
         x = x.view(len(x), 2, 3)
-        scores = torch.softmax(self.q(self.z) @ self.k(x).mT, -1)
-        return self.o((scores @ self.v(x)).flatten(1))
+        scores = torch.softmax(net.q(net.z) @ net.k(x).mT, -1)
+        return net.o((scores @ net.v(x)).flatten(1))
+
+    layers = {name: nn.Linear(3, 4) for name in "qkv"}
+    return NetOf(forward, z=nn.Parameter(torch.randn(2, 3)), **layers, o=nn.Linear(8, 2))
 
 
-class Hypernet(nn.Module):
+def hypernet():
     """The weights of a layer are made by another, from a code of the layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.code, self.made, self.last = torch.ones(3), nn.Linear(3, 24), nn.Linear(4, 2)
-        self.register_buffer("layer", torch.randn(3))
-
-    def forward(self, x):
-        return self.last(torch.tanh(x @ self.made(self.layer).view(6, 4)))
+    code = torch.randn(3).double()
+    return NetOf(
+        lambda net, x: net.last(torch.tanh(x @ net.made(code).view(6, 4))),
+        made=nn.Linear(3, 24),
+        last=nn.Linear(4, 2),
+    )
 
 
 def normed():
@@ -153,7 +143,7 @@ def normed():
 
 @pytest.mark.parametrize("size", [5, 2, 1])
 @pytest.mark.parametrize("structure", ["full", "diag"])
-@pytest.mark.parametrize("net_of", [Queries, Hypernet, normed])
+@pytest.mark.parametrize("net_of", [queries, hypernet, normed])
 def test_maps_of_which_no_row_is_a_point_take_a_gradient_for_each(net_of, structure, size):
     torch.manual_seed(0)
     net, x, y = net_of().double().eval(), torch.randn(5, 6).double(), torch.arange(5) % 2

@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.oracles.curvature import curvature_of, jacobian_of, laplace, linearizing
+from tests.oracles.nets import NetOf
 from tests.oracles.products import PRODUCTS, Weighted
 from tyxe.curvature.layer_calls import LayerCallRecorder, patches
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlocks
@@ -22,22 +23,9 @@ BATCHED = {
 }
 
 
-class Rows(nn.Module):
-    """One row for each point, also of points without features."""
-
-    def forward(self, x):
-        return x.reshape(len(x), -1)
-
-
-class Mean(nn.Module):
-    """A mean over positions."""
-
-    def forward(self, x):
-        return x.mean(1)
-
-
 def made(product, function, values=None):
-    net = nn.Sequential(Weighted(product, function), nn.Tanh(), Rows(), nn.LazyLinear(2))
+    rows = NetOf(lambda _, x: x.reshape(len(x), -1))  # one for each point
+    net = nn.Sequential(Weighted(product, function), nn.Tanh(), rows, nn.LazyLinear(2))
     return linearizing(net, torch.randn(product.inputs).double(), values)
 
 
@@ -110,7 +98,9 @@ def test_transposed_layers_have_the_laplace_approximation_of_linear_layers(struc
     data = [(x[:3], torch.tensor([0, 1, 0])), (x[3:], torch.tensor([1, 1]))]
     found = []
     for kind in (lambda layer: layer, Transposed):
-        net = nn.Sequential(kind(layers[0]), layers[1], Mean(), kind(layers[2]))
+        net = nn.Sequential(
+            kind(layers[0]), layers[1], NetOf(lambda _, x: x.mean(1)), kind(layers[2])
+        )
         bnn = laplace(copy.deepcopy(net), structure)
         bnn.fit_curvature(data, progress=False)
         again = laplace(net, structure)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import tyxe
 from tests.oracles.curvature import jacobian_of, laplace
+from tests.oracles.nets import NetOf
 from tyxe.curvature import accumulators, gradients, layer_calls, output_covariance
 from tyxe.curvature.gradients import OuterProductGradients
 from tyxe.curvature.linearize import Linearization
@@ -34,18 +35,15 @@ class LargestTensor(TorchDispatchMode):
         return found
 
 
-class Changes(nn.Module):
-    """Changes the last map's output in place, or not at all."""
+def changes(factor, inplace=False):
+    """A net that changes the last map's output in place, or not at all."""
 
-    def __init__(self, factor, inplace=False):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=inplace))
-        self.head = nn.Linear(4, 2)
-        self.factor = factor
+    def forward(net, x):
+        outputs = net.head(net.body(x))
+        return outputs if factor is None else outputs.mul_(factor)
 
-    def forward(self, x):
-        outputs = self.head(self.body(x))
-        return outputs if self.factor is None else outputs.mul_(self.factor)
+    body = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=inplace))
+    return NetOf(forward, body=body, head=nn.Linear(4, 2))
 
 
 def normed(channels, length, dtype, scale):
@@ -79,7 +77,7 @@ def test_variances_of_weights_without_curvature_do_not_enter_by_rounding():
 @pytest.mark.parametrize("inplace", [False, True])
 def test_activations_and_outputs_may_be_changed_in_place(factor, inplace):
     torch.manual_seed(0)
-    net, x = Changes(factor, inplace).double(), torch.randn(5, 3).double()
+    net, x = changes(factor, inplace).double(), torch.randn(5, 3).double()
     bnn = laplace(net)
     bnn.fit_curvature([(x, torch.zeros(5).long())], progress=False)
     # Weights of the first layer and bias in one matrix, row by row: compare what has no order.
@@ -163,13 +161,12 @@ def test_a_trainable_part_that_is_hidden_leaves_the_rest_its_curvature(structure
 
 def test_a_net_under_no_grad_is_an_error():
 
-    class Stopped(nn.Linear):
-        @torch.no_grad()
-        def forward(self, x):
-            return super().forward(x)
+    stopped = NetOf(torch.no_grad()(lambda net, x: net.layer(x)), layer=nn.Linear(3, 2))
 
-    bnn = laplace(Stopped(3, 2))
-    with pytest.raises(RuntimeError, match=r"depend on net\.bias, net\.weight without a gradient"):
+    bnn = laplace(stopped)
+    with pytest.raises(
+        RuntimeError, match=r"depend on net\.layer\.bias, net\.layer\.weight without a gradient"
+    ):
         bnn.fit_curvature([(torch.randn(5, 3).double(), torch.zeros(5).long())], progress=False)
 
 

@@ -160,13 +160,6 @@ def test_kronecker_names_the_structures_that_take_a_diagonal():
         BlockDiagonal({"net.0.weight": product}).add_diagonal(vector)
 
 
-def test_vectors_are_split_by_block():
-    blocks = OPERATORS["BlockDiagonal"]()
-    parts = blocks.split(x := torch.randn(2, 3, blocks.size))
-    assert {name: part.shape[-1] for name, part in parts.items()} == {"0.weight": 4, "heads": 8}
-    assert torch.equal(torch.cat([*parts.values()], -1), x)
-
-
 def test_operators_do_not_change():
     operator = Diagonal(torch.ones(2))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -7,6 +7,7 @@ import torch.nn as nn
 import tyxe
 from tests.oracles.bnns import mean_field
 from tests.oracles.laplace import laplace_bnn
+from tests.oracles.nets import NetOf
 from tyxe.curvature import Linearization, collect_curvature
 
 
@@ -65,32 +66,31 @@ def curvature_of(bnn, linearize, x, structure, likelihood=None, **options):
     return collect_curvature(linearize, likelihood, [(x, targets)], structure, **options)
 
 
-class Through(nn.Module):
-    """A map of positions within another order than points first, then one of what they sum to."""
+# What nets make of positions by maps that hold the points in another order than first, or flat.
+HIDDEN = {
+    "second": lambda net, x: net.inner(x.transpose(0, 1)).tanh()[-1],
+    "first step": lambda net, x: net.inner(x.transpose(0, 1)).tanh()[0],
+    "third": lambda net, x: net.inner(x.transpose(0, 1)[None]).tanh().sum((0, 1)),
+    "folded": lambda net, x: (
+        net.inner(x.transpose(0, 1).reshape(-1, 3)).tanh().view(-1, len(x), 4).sum(0)
+    ),
+    "folded, points first": lambda net, x: (
+        net.inner(x.reshape(-1, 3)).tanh().view(*x.shape[:2], 4).sum(1)
+    ),
+    "folded convolution": lambda net, x: (
+        net.conv(x.reshape(-1, 3, 1)).tanh().view(*x.shape[:2], 4).sum(1)
+    ),
+    "encoder": lambda net, x: net.inner(net.encoder(x.transpose(0, 1))).tanh()[0],
+    "recurrent": lambda net, x: net.inner(net.lstm(x.transpose(0, 1))[0]).tanh().sum(0),
+}
 
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.inner, self.outer = kind, nn.Linear(3, 4), nn.Linear(4, 2)
-        self.conv = nn.Conv1d(3, 4, 1) if "convolution" in kind else None
-        self.encoder = nn.TransformerEncoderLayer(3, 1, 5, 0.0) if kind == "encoder" else None
-        self.lstm = nn.LSTM(3, 3) if kind == "recurrent" else None
 
-    def forward(self, x):
-        n, steps, _ = x.shape
-        if self.kind == "second":
-            h = self.inner(x.transpose(0, 1)).tanh()[-1]
-        elif self.kind == "first step":
-            h = self.inner(x.transpose(0, 1)).tanh()[0]
-        elif self.kind == "third":
-            h = self.inner(x.transpose(0, 1)[None]).tanh().sum((0, 1))
-        elif self.kind == "folded":
-            h = self.inner(x.transpose(0, 1).reshape(-1, 3)).tanh().view(steps, n, 4).sum(0)
-        elif self.kind == "folded, points first":
-            h = self.inner(x.reshape(-1, 3)).tanh().view(n, steps, 4).sum(1)
-        elif self.kind == "folded convolution":
-            h = self.conv(x.reshape(-1, 3, 1)).tanh().view(n, steps, 4).sum(1)
-        elif self.kind == "encoder":
-            h = self.inner(self.encoder(x.transpose(0, 1))).tanh()[0]
-        else:
-            h = self.inner(self.lstm(x.transpose(0, 1))[0]).tanh().sum(0)
-        return self.outer(h)
+def through(kind):
+    """A net with one of these inside, and a map of what they make."""
+    parts = {
+        "folded convolution": {"conv": nn.Conv1d(3, 4, 1)},
+        "encoder": {"encoder": nn.TransformerEncoderLayer(3, 1, 5, 0.0)},
+        "recurrent": {"lstm": nn.LSTM(3, 3)},
+    }.get(kind, {})
+    ends = {"inner": nn.Linear(3, 4), "outer": nn.Linear(4, 2)}
+    return NetOf(lambda net, x: net.outer(HIDDEN[kind](net, x)), **ends, **parts)

@@ -4,6 +4,7 @@ import torch
 
 from tests.oracles.maps import MAPS, jacobian_moments
 from tests.oracles.nets import bnn_of, posterior_moments
+from tyxe.testing.asserts import assert_within
 
 COUNT = 600
 WHICH = {
@@ -34,3 +35,11 @@ def layer_moments(bnn, x):
 
     weight, bias = posterior_moments(bnn, "weight"), posterior_moments(bnn, "bias")
     return jacobian_moments(function, x, weight, bias)
+
+
+def assert_moments(outputs, mean, variance):
+    """Compare the moments of draws with exact ones, to within the errors of these."""
+    count = len(outputs)
+    assert_within(outputs.mean(0), mean, (variance / count).sqrt(), "mean")
+    squares = (outputs - mean).square()
+    assert_within(squares.mean(0), variance, squares.std(0) / count**0.5, "variance")

@@ -4,6 +4,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from tests.oracles.nets import NetOf
+
 
 def jacobian_moments(function, x, weight, bias):
     """Mean and variance of `function(x, W, b)`, for independent elements of given moments.
@@ -27,38 +29,23 @@ def jacobian_moments(function, x, weight, bias):
     return mean, variance
 
 
-class Matmul(nn.Module):
+def matmul():
     """`x @ w`, with the weight as it stands."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x):
-        return x @ self.weight
+    return NetOf(lambda net, x: x @ net.weight, weight=nn.Parameter(torch.randn(3, 2)))
 
 
-class TransposedMatmul(nn.Module):
-    """`x @ w.T`, plus a bias by a second operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 3))
-
-    def forward(self, x):
-        return x @ self.weight.T
+def transposed_matmul():
+    """`x @ w.T`."""
+    return NetOf(lambda net, x: x @ net.weight.T, weight=nn.Parameter(torch.randn(2, 3)))
 
 
-class Halves(nn.Module):
+def halves():
     """One stacked weight, split and used as two maps."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3))
+    def forward(net, x):
+        return torch.cat([F.linear(x, half) for half in net.weight.chunk(2)], -1)
 
-    def forward(self, x):
-        first, second = self.weight.chunk(2)
-        return torch.cat([F.linear(x, first), F.linear(x, second)], -1)
+    return NetOf(forward, weight=nn.Parameter(torch.randn(4, 3)))
 
 
 # Each makes a layer, and says the shape of an input.
@@ -68,10 +55,10 @@ MAPS = {
     "linear, no batch": lambda: (nn.Linear(3, 2), (3,)),
     "linear, two batch dimensions": lambda: (nn.Linear(3, 2), (4, 5, 3)),
     "linear, three batch dimensions": lambda: (nn.Linear(3, 2), (2, 2, 2, 3)),
-    "matmul": lambda: (Matmul(), (4, 3)),
-    "matmul, transposed": lambda: (TransposedMatmul(), (4, 3)),
-    "matmul, vector": lambda: (TransposedMatmul(), (3,)),
-    "split weight": lambda: (Halves(), (4, 3)),
+    "matmul": lambda: (matmul(), (4, 3)),
+    "matmul, transposed": lambda: (transposed_matmul(), (4, 3)),
+    "matmul, vector": lambda: (transposed_matmul(), (3,)),
+    "split weight": lambda: (halves(), (4, 3)),
     "conv1d": lambda: (nn.Conv1d(2, 3, 3), (2, 2, 6)),
     "conv1d, same": lambda: (nn.Conv1d(2, 3, 3, padding="same", dilation=2), (2, 2, 5)),
     "conv1d, no batch": lambda: (nn.Conv1d(2, 3, 3), (2, 6)),

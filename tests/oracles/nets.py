@@ -7,6 +7,19 @@ from torch import nn
 import tyxe
 
 
+class NetOf(nn.Module):
+    """A net of named parts, whose forward is a function of it and of its inputs."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
 class ReadLast(nn.Module):
     """A recurrent layer and a head on its last output, for `(n, T)` numbers or `(n, T, D)`."""
 

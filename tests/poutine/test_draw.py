@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.oracles.nets import bnn_of
 from tyxe.poutine import Draw, flipout, local_reparameterization
@@ -27,22 +28,15 @@ def make_draw(shape=(ROWS, COLUMNS), requires_grad=False):
 
 def materialised(result):
     """The result of an operation, with values in the places of draws."""
-    if isinstance(result, Draw):
-        return result.value()
-    if isinstance(result, list | tuple):
-        return [materialised(item) for item in result]
-    return result
+    return tree_map(lambda part: part.value() if isinstance(part, Draw) else part, result)
 
 
 def assert_same(actual, expected, rtol=0.0):
-    if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol)
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other, rtol)
-    else:
-        assert actual == expected
+    for one, other in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+        if isinstance(other, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
+        else:
+            assert one == other
 
 
 X = torch.linspace(-1, 1, 3 * COLUMNS, dtype=torch.float64).reshape(3, COLUMNS)

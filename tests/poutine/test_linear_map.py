@@ -1,17 +1,19 @@
-"""What is seen of a net's linear maps, and what the handlers leave to plain draws."""
+"""What is seen of a net's linear maps and reported, and what the handlers leave to plain draws."""
 
 import contextlib
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from pyro.poutine.runtime import am_i_wrapped
 
 import tyxe
 from tests.oracles.events import Events
 from tests.oracles.maps import MAPS
-from tests.oracles.nets import ReadLast, bnn_of
+from tests.oracles.nets import NetOf, ReadLast, bnn_of
 from tyxe.poutine import flipout, local_reparameterization, report
+from tyxe.poutine.report import Row
 
 SAMPLED_PLAINLY = "ignore:.* sampled plainly:tyxe.TyxeWarning"
 
@@ -51,16 +53,11 @@ def test_reads_of_a_report_do_not_change_the_numbers():
 # --- what falls back ----------------------------------------------------------------------------
 
 
-class Embedded(nn.Module):
+def embedded():
     """An embedding with a norm and a linear head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, tokens):
-        return self.head(self.norm(self.embedding(tokens)))
+    return nn.Sequential(
+        OrderedDict(embedding=nn.Embedding(5, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, 2))
+    )
 
 
 def recurrent(kind):
@@ -70,7 +67,7 @@ def recurrent(kind):
 FALLBACKS = {
     "lstm": (lambda: recurrent(nn.LSTM), (3, 5, 3), ["cell.weight_ih_l0", "cell.bias_hh_l0"]),
     "gru": (lambda: recurrent(nn.GRU), (3, 5, 3), ["cell.weight_hh_l0", "cell.bias_ih_l0"]),
-    "embedding": (Embedded, None, ["embedding.weight", "norm.weight", "norm.bias"]),
+    "embedding": (embedded, None, ["embedding.weight", "norm.weight", "norm.bias"]),
 }
 
 
@@ -108,23 +105,22 @@ def test_recurrent_layers_use_the_draw(name):
         torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
-class TiedHead(nn.Module):
+def tied_head():
     """A language model's embedding that is its output head, too."""
 
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
+    def forward(net, tokens):
+        hidden = net.embedding(tokens)
+        return net.head(hidden), net.embedding(tokens), hidden
 
-    def forward(self, tokens):
-        hidden = self.embedding(tokens)
-        return self.head(hidden), self.embedding(tokens), hidden
+    net = NetOf(forward, embedding=nn.Embedding(5, 3), head=nn.Linear(3, 5, bias=False))
+    net.head.weight = net.embedding.weight
+    return net
 
 
 @pytest.mark.filterwarnings(SAMPLED_PLAINLY)
 @pytest.mark.parametrize("handler", [local_reparameterization, flipout])
 def test_a_weight_tied_to_an_embedding_is_one_draw_in_both_places(handler):
-    bnn = bnn_of(TiedHead())
+    bnn = bnn_of(tied_head())
     assert tyxe.util.pyro_sample_sites(bnn.net) == ["embedding.weight"]
     tokens = torch.tensor([0, 3, 3])
     with report() as rows, torch.no_grad(), handler():
@@ -137,19 +133,9 @@ def test_a_weight_tied_to_an_embedding_is_one_draw_in_both_places(handler):
     assert rows.treatments("embedding.weight") == {"drawn"}
 
 
-class Fresh(nn.Module):
-    """A parameter that takes part in the forward by an operation that is no linear map."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.unused = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        return F.linear(x, self.weight * 2)
-
-
 def test_a_scaled_weight_is_the_scaled_draw():
-    bnn = bnn_of(Fresh())
+    parts = {"weight": nn.Parameter(torch.ones(2, 3)), "unused": nn.Parameter(torch.ones(2))}
+    bnn = bnn_of(NetOf(lambda net, x: nn.functional.linear(x, net.weight * 2), **parts))
     x = torch.randn(4, 3).double()
 
     @local_reparameterization()
@@ -162,3 +148,86 @@ def test_a_scaled_weight_is_the_scaled_draw():
     torch.testing.assert_close(output, x @ (2 * weight).T)
     assert rows.treatments("weight") == {"drawn"}
     assert rows.treatments("unused") == {"never used"}
+
+
+UNUSED = "ignore:the net's outputs do not depend on"
+
+
+def mixed():
+    """A net with every treatment that there is."""
+    return NetOf(
+        lambda net, x: net.head(net.norm(net.conv(x).mean(-1))),
+        conv=nn.Conv1d(2, 3, 2),
+        norm=nn.LayerNorm(3),
+        head=nn.Linear(3, 1),
+        unused=nn.Linear(7, 7, bias=False),
+    )
+
+
+IMAGES = torch.ones(4, 2, 3, dtype=torch.float64)
+
+
+def rows_of(handler):
+    bnn = bnn_of(mixed())
+    with report() as r:
+        predict = handler()(bnn.predict)
+        with pytest.warns(tyxe.TyxeWarning, match="norm"):
+            predict(IMAGES, num_predictions=3)
+    return r
+
+
+@pytest.mark.filterwarnings(UNUSED)
+@pytest.mark.parametrize(
+    ("handler", "treatment"), [(local_reparameterization, "moments"), (flipout, "flipped")]
+)
+def test_rows_name_site_map_and_treatment(handler, treatment):
+    r = rows_of(handler)
+    assert sorted(r) == sorted(
+        [
+            Row("net.conv.weight", "conv1d", treatment),
+            Row("net.conv.bias", "conv1d", treatment),
+            Row("net.norm.weight", "layer_norm", "drawn"),
+            Row("net.norm.bias", "layer_norm", "drawn"),
+            Row("net.head.weight", "linear", treatment),
+            Row("net.head.bias", "linear", treatment),
+            Row("net.unused.weight", "", "never used"),
+        ]
+    )
+
+
+@pytest.mark.filterwarnings(UNUSED)
+def test_without_a_handler_everything_is_drawn():
+    bnn = bnn_of(mixed())
+    with report() as r:
+        bnn.predict(IMAGES)
+    assert r.treatments("conv.weight") == r.treatments("net.norm.bias") == {"drawn"}
+    assert r.treatments("unused.weight") == {"never used"}
+    assert r.treatments("no.such.site") == set()
+
+
+@pytest.mark.filterwarnings(UNUSED)
+def test_it_prints_a_table_of_three_columns():
+    lines = str(rows_of(local_reparameterization)).splitlines()
+    assert lines[0].split() == ["site", "map", "treatment"]
+    assert len(lines) == 8
+    starts = {line.index("moments") for line in lines if "moments" in line}
+    assert starts == {lines[0].index("treatment")}
+
+
+def test_it_collects_training_and_covers_several_nets():
+    first, second = bnn_of(nn.Linear(2, 1)), bnn_of(nn.Linear(2, 1), hide_parameters=["bias"])
+    x, y = torch.randn(4, 2).double(), torch.randn(4, 1).double()
+    with report() as r, local_reparameterization():
+        first.fit([(x, y)], torch.optim.Adam, 2)
+        second.predict(x)
+    assert list(r) == [Row("net.weight", "linear", "moments"), Row("net.bias", "linear", "moments")]
+    assert not am_i_wrapped()
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_it_works_with_either_kind_of_prediction(vectorize):
+    bnn = bnn_of(nn.Linear(2, 1))
+    with report() as r:
+        outputs = bnn.predict(torch.ones(1, 2).double(), num_predictions=3, vectorize=vectorize)
+    assert outputs[0].shape == (1, 1)
+    assert {row.treatment for row in r} == {"drawn"}

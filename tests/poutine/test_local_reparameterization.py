@@ -11,9 +11,9 @@ from pyro.infer.autoguide import AutoMultivariateNormal
 
 import tyxe
 from tests.oracles.events import Events
-from tests.oracles.layers import CASES, COUNT, case_of, layer_moments
+from tests.oracles.layers import CASES, COUNT, assert_moments, case_of, layer_moments
 from tests.oracles.maps import jacobian_moments
-from tests.oracles.nets import bnn_of, draws, posterior_moments
+from tests.oracles.nets import NetOf, bnn_of, draws, posterior_moments
 from tyxe.poutine import (
     Draw,
     LinearMap,
@@ -62,10 +62,7 @@ def test_draws_have_the_exact_moments(handler, name, which):
     bnn, x = case_of(name, which)
     mean, variance = layer_moments(bnn, x)
     outputs = draws(bnn, x, COUNT, handler())
-    assert_within(outputs.mean(0), mean, (variance / COUNT).sqrt(), "mean")
-    squares = (outputs - mean).square()
-    error = squares.std(0) / math.sqrt(COUNT)
-    assert_within(squares.mean(0), variance, error, "variance")
+    assert_moments(outputs, mean, variance)
 
 
 def test_moments_of_a_map_without_randomness_are_the_map():
@@ -183,30 +180,22 @@ def test_gradients_vary_less_than_plain_ones(handler):
 # --- weights used twice ---------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
+def tied():
     """Two layers with one weight, side by side."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return torch.cat([self.first(x), self.second(x)], -1)
+    first, second = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    second.weight = first.weight
+    return NetOf(
+        lambda net, x: torch.cat([net.first(x), net.second(x)], -1), first=first, second=second
+    )
 
 
-class Twice(nn.Module):
+def twice():
     """One layer called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2, bias=False)
-
-    def forward(self, x):
-        return torch.cat([self.layer(x), self.layer(x)], -1)
+    layer = nn.Linear(3, 2, bias=False)
+    return NetOf(lambda net, x: torch.cat([net.layer(x), net.layer(x)], -1), layer=layer)
 
 
-@pytest.mark.parametrize("net", [Tied, Twice])
+@pytest.mark.parametrize("net", [tied, twice])
 def test_each_use_of_a_weight_has_the_right_moments_and_its_own_noise(net):
     bnn = bnn_of(net())
     (site,) = tyxe.util.pyro_sample_sites(bnn.net)
@@ -216,9 +205,7 @@ def test_each_use_of_a_weight_has_the_right_moments_and_its_own_noise(net):
         lambda x, w, b: torch.cat([x @ w.T, x @ w.T], -1), x, weight, None
     )
     outputs = draws(bnn, x, COUNT, local_reparameterization())
-    assert_within(outputs.mean(0), mean, (variance / COUNT).sqrt(), "mean")
-    squares = (outputs - mean).square()
-    assert_within(squares.mean(0), variance, squares.std(0) / COUNT**0.5, "variance")
+    assert_moments(outputs, mean, variance)
     z = (outputs - mean) / variance.sqrt()
     products = (z[..., 0] * z[..., 2]).mean(0)
     assert bool((products.abs() < 6 / COUNT**0.5).all())
@@ -250,37 +237,34 @@ def test_the_innermost_handler_answers():
     assert rows.treatments("weight") == {"flipped"}
 
 
-class Slope(nn.Module):
-    """Returns derivatives of its outputs in its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.map = nn.Linear(4, 1, bias=False)
-
-    def energy(self, x):
-        return self.map(x + 0).sum()
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.energy(x), x, create_graph=True)[0]
+def energy(net, x):
+    return net.map(x + 0).sum()
 
 
-class ByTransform(Slope):
-    def forward(self, x):
-        return torch.func.grad(self.energy)(x)
+def slope(net, x):
+    """The derivatives of a net's outputs in its inputs."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(energy(net, x), x, create_graph=True)[0]
 
 
-class InTraining(Slope):
-    def forward(self, x):
-        return super().forward(x) if self.training else self.map(x) + 0 * x
+def by_transform(net, x):
+    return torch.func.grad(lambda x: energy(net, x))(x)
 
 
-@pytest.mark.parametrize("net", [Slope, ByTransform])
+def in_training(net, x):
+    return slope(net, x) if net.training else net.map(x) + 0 * x
+
+
+def of_map(forward):
+    return bnn_of(NetOf(forward, map=nn.Linear(4, 1, bias=False)), dataset_size=15)
+
+
+@pytest.mark.parametrize("forward", [slope, by_transform])
 @pytest.mark.parametrize("handler", [contextlib.nullcontext, flipout, local_reparameterization])
-def test_a_net_that_differentiates_is_told_of_and_right_in_others(net, handler):
+def test_a_net_that_differentiates_is_told_of_and_right_in_others(forward, handler):
     torch.manual_seed(0)
-    bnn, x = bnn_of(net()), torch.randn(5, 4).double()
+    bnn, x = of_map(forward), torch.randn(5, 4).double()
     scale = posterior_moments(bnn, "map.weight")[1].sqrt()
     is_wrong = handler is local_reparameterization
     told = pytest.warns(tyxe.TyxeWarning, match="none of a draw of the weights")
@@ -296,7 +280,7 @@ def test_derivatives_are_told_of_once_and_those_of_a_fit_are_none():
     bnn = bnn_of(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4)))
     with local_reparameterization():  # warnings are errors
         bnn.fit([(x, x)], torch.optim.Adam, 1, progress=False)
-    bnn = bnn_of(InTraining(), dataset_size=15)
+    bnn = of_map(in_training)
     with local_reparameterization():
         bnn.predict(x, num_predictions=2)
         with pytest.warns(tyxe.TyxeWarning, match="none of a draw") as told:

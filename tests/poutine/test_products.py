@@ -7,11 +7,10 @@ from torch.nn.functional import conv1d, linear
 
 import tyxe
 from tests.oracles.events import Events
-from tests.oracles.layers import COUNT, layer_moments
-from tests.oracles.nets import bnn_of, draws, posterior_moments
+from tests.oracles.layers import COUNT, assert_moments, layer_moments
+from tests.oracles.nets import NetOf, bnn_of, draws, posterior_moments
 from tests.oracles.products import PRODUCTS, Weighted
 from tyxe.poutine import flipout, local_reparameterization, report
-from tyxe.testing.asserts import assert_within
 
 
 def both(name, **rules):
@@ -61,9 +60,7 @@ def test_draws_have_the_exact_moments(name, handler):
     means = {n: posterior_moments(linear, n)[0] for n, _ in linear.net.named_parameters()}
     mean = torch.func.functional_call(linear.net, means, x)
     outputs = draws(written, x, COUNT, handler())
-    assert_within(outputs.mean(0), mean, (variance / COUNT).sqrt(), "mean")
-    squares = (outputs - mean).square()
-    assert_within(squares.mean(0), variance, squares.std(0) / COUNT**0.5, "variance")
+    assert_moments(outputs, mean, variance)
 
 
 @pytest.mark.parametrize("handler", [local_reparameterization, flipout])
@@ -129,15 +126,10 @@ def run(bnn, x):
 def test_other_products_use_the_draw_and_say_so(name, handler):
     shape, weight, function, used_by = OTHERS[name]
 
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(weight))
+    parameter = torch.nn.Parameter(torch.randn(weight))
+    net = NetOf(lambda net, x: function(x, net.weight), weight=parameter)
 
-        def forward(self, x):
-            return function(x, self.weight)
-
-    bnn = bnn_of(Net())
+    bnn = bnn_of(net)
     x = torch.randn(shape).double()
     with report() as rows, torch.no_grad(), pytest.warns(tyxe.TyxeWarning) as caught:
         values, output = handler()(run)(bnn, x)

@@ -1,6 +1,7 @@
 """A mask drops data points; scales weigh sites, in every spelling of their names."""
 
 import functools
+from collections import OrderedDict
 
 import pyro
 import pyro.distributions as dist
@@ -26,7 +27,7 @@ from tests.oracles.masks import (
     masked,
     seeded,
 )
-from tests.oracles.nets import bnn_of
+from tests.oracles.nets import NetOf, bnn_of
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.poutine import flipout, local_reparameterization, selective_mask, selective_scale
@@ -323,17 +324,10 @@ def test_masks_of_a_named_bnn(name):
     assert masked_terms.points == 2
 
 
-class Inner(nn.Module):
+def inner():
     """Two layers of one name, one of them in a part that is called `net`."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(2, 2)
-        self.net = nn.Sequential()
-        self.net.add_module("head", nn.Linear(3, 2))
-
-    def forward(self, x):
-        return self.head(self.net(x))
+    part = nn.Sequential(OrderedDict(head=nn.Linear(3, 2)))
+    return NetOf(lambda net, x: net.head(net.net(x)), head=nn.Linear(2, 2), net=part)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +335,7 @@ class Inner(nn.Module):
 )
 @pytest.mark.parametrize("name", ["", "a"])
 def test_a_part_called_net_is_no_prefix(name, spelled, own):
-    bnn = named(name, Inner())
+    bnn = named(name, inner())
     kls = kl_by_site(bnn)
     expected = sum(kls.values()) - 0.75 * kls[own]
     torch.testing.assert_close(kl_with(bnn, [spelled]), expected)

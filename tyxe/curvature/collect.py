@@ -199,8 +199,7 @@ def _sums(
     options: dict[str, Any] = {"reduce": reduce} if structure == "kron" else {}
     accumulator: Accumulator | None = None
     dims: list[BatchDims | None] | None = None
-    numbers: list[Tensor] = []
-    unread: list[Any] = []
+    numbers: list[list[Any]] = []
     for inputs, given in batches:
         targets, linear = likelihood.observed(given), linearize(inputs)
         outputs = linear.outputs.detach()
@@ -217,13 +216,11 @@ def _sums(
             is_plain = curvature == "ggn" and accumulator.noises == 1
             if not (is_plain and _add_last(accumulator, linear, likelihood, targets)):
                 _add(accumulator, linear, likelihood, targets, curvature)
-        # Those of the batch before, so that a GPU has work while the host waits for them.
-        numbers += map(read_numbers, unread)
-        unread = [numbers_of(likelihood, outputs, targets, accumulator.noises)]
-    numbers += map(read_numbers, unread)
+        numbers.append(numbers_of(likelihood, outputs, targets, accumulator.noises))
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
-    return accumulator, torch.stack(numbers).sum(0)
+    # Not in the loop, where a GPU would wait for the host.
+    return accumulator, torch.stack([*map(read_numbers, numbers)]).sum(0)
 
 
 def _num_noises(likelihood: Likelihood, outputs: Tensor, size: int) -> int:

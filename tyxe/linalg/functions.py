@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -38,17 +36,13 @@ def is_diagonal(operator: Operator) -> bool:
     return isinstance(operator, Diagonal)
 
 
-# Structures to which any diagonal can be added.
-_TAKES_DIAGONAL = (Diagonal, Dense, LowRank, Sum)
-
-
 def _plus_diagonal(operator: Operator, entries: Tensor) -> Operator | None:
     """Return an operator of the same structure with a diagonal added, or None if there is none."""
     if isinstance(operator, BlockDiagonal):
         parts = operator.split(entries)
         pairs = ((name, block, parts[name]) for name, block in operator.blocks.items())
         return BlockDiagonal({name: plus(block, Diagonal(part)) for name, block, part in pairs})
-    if isinstance(operator, _TAKES_DIAGONAL):
+    if isinstance(operator, Diagonal | Dense | LowRank | Sum):  # which take any diagonal
         return operator.add_diagonal(entries)
     if isinstance(operator, Kronecker) and is_one_number(entries):
         # With gradients, each element of the diagonal has its share.
@@ -151,27 +145,17 @@ def _covariance_trace(a: Operator, b: Operator) -> Tensor:
     return a.quadratic(b.inverse_sqrt(b._identity())).sum()
 
 
-@functools.singledispatch
 def permuted(operator: Operator, order: Tensor) -> Operator:
     """Return `A[order][:, order]` for a permutation `order`, `(P,)`, of the rows.
 
-    Register a structure that keeps its form. All others become dense matrices, of at most 4,096
-    rows; larger ones raise a ValueError.
+    Diagonals and factors keep their form. All others become dense matrices, of at most 4,096 rows;
+    larger ones raise a ValueError.
     """
+    if isinstance(operator, Diagonal):
+        return Diagonal(operator.entries[order])
+    if isinstance(operator, LowRank):
+        return LowRank(operator.entries[order], operator.factor[order])
+    if isinstance(operator, Cholesky):
+        return LowRank(operator.lower.new_zeros(operator.size), operator.lower[order])
     check_small(f"another order of a {type(operator).__name__}", operator.size, "keep its order")
     return Dense(operator.to_dense()[order][:, order])
-
-
-@permuted.register
-def _(operator: Diagonal, order: Tensor) -> Operator:
-    return Diagonal(operator.entries[order])
-
-
-@permuted.register
-def _(operator: LowRank, order: Tensor) -> Operator:
-    return LowRank(operator.entries[order], operator.factor[order])
-
-
-@permuted.register
-def _(operator: Cholesky, order: Tensor) -> Operator:
-    return LowRank(operator.lower.new_zeros(operator.size), operator.lower[order])
