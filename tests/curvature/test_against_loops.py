@@ -23,6 +23,11 @@ def attends():
     )
 
 
+def twice():
+    """One layer, applied twice."""
+    return NetOf(lambda net, x: net.layer(net.layer(x).tanh()), layer=nn.Linear(3, 3))
+
+
 def conv(*layers):
     return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
 
@@ -72,10 +77,7 @@ NETS = {
     ),
     "lstm": (lambda: Recurrent(nn.LSTM), (3, 3, 2)),
     "tied": (TiedLanguageModel, TOKENS),
-    "twice": (
-        lambda: NetOf(lambda net, x: net.layer(net.layer(x).tanh()), layer=nn.Linear(3, 3)),
-        (4, 3),
-    ),
+    "twice": (twice, (4, 3)),
     "pixels": (
         lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 1)),
         (2, 1, 3, 3),

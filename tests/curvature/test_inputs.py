@@ -1,4 +1,4 @@
-"""Arguments without rows, parameters of no dimension, as of CLIP, and batches of no point."""
+"""Arguments without rows, parameters of no dimension, and batches of no point."""
 
 import copy
 
@@ -89,7 +89,9 @@ def test_batches_with_different_constants_do_not_make_one():
 
 def test_arguments_that_cannot_be_taken_apart_are_refused():
     net = NetOf(
-        lambda net, points: net.head(net.norm(points.x)), norm=nn.LayerNorm(3), head=nn.Linear(3, 2)
+        lambda net, points: net.head(net.norm(points.x)),
+        norm=nn.LayerNorm(3),
+        head=nn.Linear(3, 2),
     )
 
     class Points:

@@ -47,7 +47,7 @@ def test_a_first_batch_that_does_not_tell_where_the_points_are(kind):
 
 
 def reordered(order_of):
-    """A net with the points in an order of their own inside, as nets of packed sequences."""
+    """A net with points in an order of its own inside, as of packed sequences."""
 
     def forward(net, x):
         order = order_of(x)

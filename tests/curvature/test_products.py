@@ -1,4 +1,4 @@
-"""Curvature of nets whose maps are products of other kinds, against that of `F.linear`; patches."""
+"""Curvature of products of other kinds, against that of `F.linear`, and patches."""
 
 import copy
 

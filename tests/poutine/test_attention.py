@@ -191,7 +191,7 @@ def test_flipout_of_the_last_projection_differs_between_points():
     assert bool((correlation.abs() * math.sqrt(count) < 4.5).all())
 
 
-# --- flipout's signs belong to data points, whatever rows a linear map sees -----------------------
+# --- flipout's signs belong to data points, whatever rows a map sees -----------------
 
 POINTS, POSITIONS = 5, 7
 FLIPPED = {

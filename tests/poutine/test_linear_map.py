@@ -1,4 +1,4 @@
-"""What is seen of a net's linear maps and reported, and what the handlers leave to plain draws."""
+"""What is seen of linear maps and reported, and what is left to plain draws."""
 
 import contextlib
 from collections import OrderedDict

@@ -1,6 +1,7 @@
 """A mask drops data points; scales weigh sites, in every spelling of their names."""
 
 import functools
+import itertools
 from collections import OrderedDict
 
 import pyro
@@ -36,11 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the weighted KL:tyxe.TyxeWarning
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 STEPS = [(name, mask, {}) for name in LIKELIHOODS for mask in MASKS]
-STEPS += [
-    ("HomoskedasticGaussian", "some", {"num_particles": n, "closed_form_kl": closed, "beta": 0.3})
-    for n in (1, 3)
-    for closed in (True, False)
-]
+ESTIMATORS = itertools.product((1, 3), (True, False))
+OPTIONS = [{"num_particles": n, "closed_form_kl": c, "beta": 0.3} for n, c in ESTIMATORS]
+STEPS += [("HomoskedasticGaussian", "some", options) for options in OPTIONS]
 
 
 @pytest.mark.parametrize(("name", "mask", "options"), STEPS)
@@ -219,7 +218,7 @@ def test_a_mask_works_in_any_pyro_program():
     torch.testing.assert_close(trace.log_prob_sum(), expected)
 
 
-# --- scaling ------------------------------------------------------------------------------------
+# --- scaling -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("closed_form_kl", [True, False])
@@ -289,7 +288,7 @@ def test_they_are_decorators_and_leave_no_trace(make_handler):
     assert not am_i_wrapped()
 
 
-# --- names ----------------------------------------------------------------------------------------
+# --- names ---------------------------------------------------------------------------
 
 
 def named(name, net=None):

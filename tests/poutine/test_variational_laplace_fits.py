@@ -1,4 +1,4 @@
-"""What variational Laplace fits with other handlers, guides and nets, refuses, and warns of."""
+"""What variational Laplace fits, refuses, and warns of."""
 
 import contextlib
 import functools

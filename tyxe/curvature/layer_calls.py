@@ -27,7 +27,7 @@ class PointsNotApart(ValueError):
 
 
 class BatchDims(NamedTuple):
-    """The dimension of a map's rows that counts data points, or that those of one are apart."""
+    """Where data points are in a map's rows: their dimension, or rows that are apart."""
 
     dim: int
     rows_are_apart: bool
@@ -128,7 +128,7 @@ class _Probed(torch.autograd.Function):
 
 
 class LayerCallRecorder(LinearMapMessenger):
-    """Records each call of a linear map with a site, and the sites that are used in other ways."""
+    """Records calls of linear maps with sites, and sites that are used in other ways."""
 
     name = "curvature"
     treatment = "recorded"
@@ -211,7 +211,7 @@ def _rows(tensor: Tensor, event: LinearMap, points: int) -> Tensor:
 class MapInputs:
     """What a block's columns multiply in its maps: patches for the weight, and a one for the bias.
 
-    `points` is the number of data points, and `keeps_graph` whether the inputs are differentiated.
+    There are `points` data points; `keeps_graph` says whether inputs are differentiated.
     """
 
     block: LinearBlock

@@ -46,7 +46,7 @@ class Linearized:
 
     # Whether torch.vmap takes it, so that this is not tried again in each batch.
     is_vectorized: bool = True
-    # Sites whose linear maps are not all that the outputs depend on: each point has a gradient.
+    # Sites that are used outside of linear maps, and take a gradient for each point.
     exact: set[str] = field(default_factory=set)
     # Kinds of batches on which gradients were compared with autograd's.
     compared: set[Any] = field(default_factory=set)
@@ -218,7 +218,8 @@ class Linearization:
         # Where a map may hold the points elsewhere, the other half of them is queried as well.
         first = all(call.has_points_first(self.points) for call in calls)
         asked_of = range(0 if not calls else 1 if first else 2)
-        queries = [layer_calls.alternating_points(self.outputs.detach(), n) for n in asked_of]
+        outputs = self.outputs.detach()
+        queries = [layer_calls.alternating_points(outputs, n) for n in asked_of]
         gradients = [list(self._gradients(calls, query)) for query, _ in queries]
         dims = [
             call.batch_dims if one in (None, POINTS_FIRST) else one

@@ -119,7 +119,7 @@ def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
 
 
 def _chunks(points: int, size: int, held: int) -> Iterator[slice]:
-    """Yield some points at a time, at least one, of `size` elements each; one chunk of no point."""
+    """Yield slices of as many points as fit, of `size` elements each; one of no point."""
     chunk = max(1, held // max(1, size))
     for start in range(0, max(1, points), chunk):
         yield slice(start, start + chunk)

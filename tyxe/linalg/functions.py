@@ -148,8 +148,8 @@ def _covariance_trace(a: Operator, b: Operator) -> Tensor:
 def permuted(operator: Operator, order: Tensor) -> Operator:
     """Return `A[order][:, order]` for a permutation `order`, `(P,)`, of the rows.
 
-    Diagonals and factors keep their form. All others become dense matrices, of at most 4,096 rows;
-    larger ones raise a ValueError.
+    Diagonals and factors keep their form. All others become dense matrices, of at most
+    4,096 rows; larger ones raise a ValueError.
     """
     if isinstance(operator, Diagonal):
         return Diagonal(operator.entries[order])

@@ -38,8 +38,8 @@ def kron_rotate_summed(a: Tensor, g: Tensor, u_a: Tensor, u_g: Tensor) -> Tensor
     count, positions, rows = g.shape[-3:]
     a_first, g_first = positions <= count * rows, positions <= a.shape[-1]
     if a_first:
-        # Few positions of all points have one product, which reads the basis once. Of more each
-        # point has a product, with positions last in memory, as they are.
+        # Few positions of all points have one product, which reads the basis once. Of more
+        # each point has a product, with positions last in memory, as they are.
         few = 8 * positions <= a.shape[-1]
         a = a.contiguous() @ u_a if few else (u_a.mT @ a.mT).mT
     gradients = g.movedim(-1, -3).flatten(-2)

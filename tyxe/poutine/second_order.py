@@ -34,7 +34,7 @@ def gradients_at_means(
 ) -> list[Tensor]:
     """Return differentiable gradients of a batch's log-likelihood, zeros for sites not used.
 
-    `fn` is the distribution of the targets, `value`; `mask` has the rows that count, or is None.
+    The distribution `fn` is that of the targets, `value`, of which a mask leaves some out.
     """
     log_prob = scale_and_mask(fn.log_prob(value), 1.0, mask).sum()
     locs = [site.loc for site in sites]

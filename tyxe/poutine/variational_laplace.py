@@ -19,6 +19,7 @@ from tyxe.distributions import as_gaussian, independent_moments
 from tyxe.errors import warn
 from tyxe.poutine import second_order
 from tyxe.poutine.draw import Draw, draws_are_lazy
+from tyxe.poutine.second_order import CURVATURES, NONSMOOTH, WITHOUT_SECOND_DERIVATIVE
 
 CONFLICT = (
     "variational_laplace runs the net at its guide's means, and another handler around it samples "
@@ -86,7 +87,7 @@ class variational_laplace(Messenger):
 
     def __init__(self, curvature: str = "fisher") -> None:
         super().__init__()
-        self.curvature: str = check.choice("curvature", curvature, second_order.CURVATURES)
+        self.curvature: str = check.choice("curvature", curvature, CURVATURES)
         self._forget()
 
     def _forget(self) -> None:
@@ -267,7 +268,7 @@ def _check_smoothness(log_prob: Tensor, net: nn.Module | None) -> None:
 
     The gradient of the curvature misses the kinks of these.
     """
-    missing = second_order.functions_of(second_order.WITHOUT_SECOND_DERIVATIVE, log_prob, net)
+    missing = second_order.functions_of(WITHOUT_SECOND_DERIVATIVE, log_prob, net)
     if missing:
         raise RuntimeError(
             "variational_laplace differentiates the net twice, and PyTorch has no second "
@@ -275,7 +276,7 @@ def _check_smoothness(log_prob: Tensor, net: nn.Module | None) -> None:
             "tyxe.util.replace_activations_(net, nn.Hardsigmoid, nn.Sigmoid) or nn.Embedding and a "
             "sum"
         )
-    found = second_order.functions_of(second_order.NONSMOOTH, log_prob, net)
+    found = second_order.functions_of(NONSMOOTH, log_prob, net)
     if found:
         warn(
             "variational_laplace differentiates the net twice, and these are linear in pieces: "
