@@ -150,3 +150,16 @@ def test_a_branch_of_a_stream_goes_on_from_it_and_leaves_the_process_alone() -> 
             assert not torch.equal(torch.rand(3), found[-1])
     assert torch.equal(*found)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_seed_holds_inside_and_a_stream_may_stand_in_for_the_generators():
+    generator, before = torch.Generator().manual_seed(3), torch.get_rng_state()
+    expected = [torch.rand(2, generator=generator) for _ in range(3)]
+    with tyxe.rng.seeded(3):
+        found = [torch.rand(2) for _ in range(3)]
+    assert all(map(torch.equal, found, expected))
+    stream = tyxe.rng.RandomStream(seed=3)
+    for number in expected:
+        with stream if number is expected[1] else stream.as_generators():
+            assert torch.equal(torch.rand(2), number)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -46,21 +46,32 @@ def _stream() -> RandomStream | None:
     return next((mode for mode in reversed(modes) if isinstance(mode, RandomStream)), None)
 
 
+def _devices() -> list[torch.device]:
+    """Return the CPU, then each accelerator if they are in use."""
+    found, accelerator = [torch.device("cpu")], _accelerator()
+    if accelerator is not None:
+        module, places = _generators(accelerator)
+        # To ask for its state would start a device that is not.
+        if getattr(module, "is_initialized", module.is_available)():
+            found += [torch.device(accelerator.type, index) for index in range(len(places))]
+    return found
+
+
 def torch_rng() -> list[Tensor]:
     """Return the state of the CPU's generator, then of each accelerator's that is in use.
 
     Inside of a `RandomStream` they are those of the stream, here and below.
     """
     stream = _stream()
-    if stream is not None:
-        return [generator.get_state() for generator in stream.generators.values()]
-    found, accelerator = [torch.get_rng_state()], _accelerator()
-    if accelerator is not None:
-        module, places = _generators(accelerator)
-        # To ask for its state would start a device that is not.
-        if getattr(module, "is_initialized", module.is_available)():
-            found += [module.get_rng_state(*place) for place in places]
-    return found
+    return [
+        _state_of(device) if stream is None else stream.state_of(device) for device in _devices()
+    ]
+
+
+def _state_of(device: torch.device) -> Tensor:
+    module, places = _generators(device)
+    state: Tensor = module.get_rng_state(*places[device.index or 0])
+    return state
 
 
 def set_torch_rng(states: Sequence[Tensor]) -> None:
@@ -70,8 +81,7 @@ def set_torch_rng(states: Sequence[Tensor]) -> None:
     """
     stream = _stream()
     if stream is not None:
-        for generator, state in zip(stream.generators.values(), states, strict=False):
-            generator.set_state(state)
+        stream.set_states(states)
         return
     cpu, *others = states
     torch.set_rng_state(cpu.cpu())
@@ -103,12 +113,29 @@ def torch_rng_kept(seed: int | None = None) -> Iterator[None]:
             set_torch_rng(before)
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Start PyTorch's generators from a seed, and let them go on at the end as they were before.
+
+    Other threads do not wait, and what they draw meanwhile comes from the same numbers.
+    """
+    with exclusive():
+        before = torch_rng()
+        _start_from(seed)
+    try:
+        yield
+    finally:
+        with exclusive():
+            set_torch_rng(before)
+
+
 class RandomStream(TorchDispatchMode):
     """Random numbers of a thread's own, for what runs inside.
 
     They start from the state of PyTorch's generators, or from a seed, and go on where they stopped
     when the stream is entered again. The generators themselves are not touched, so that no other
-    thread has to wait. Not reached are fused kernels that take no generator.
+    thread has to wait. Not reached are fused kernels that take no generator. Each operation inside
+    takes some microseconds longer: for the steps of a fit there is `seeded`.
 
     Example:
         >>> stream, before = RandomStream(seed=1), torch.get_rng_state()
@@ -157,12 +184,34 @@ class RandomStream(TorchDispatchMode):
                 func = named
         return func(*args, **kwargs)
 
+    def state_of(self, device: torch.device) -> Tensor:
+        """Return the state of a device's numbers."""
+        return self._of(device).get_state()
+
+    def set_states(self, states: Sequence[Tensor]) -> None:
+        """Go on from states in the order of `torch_rng`."""
+        for device, state in zip(_devices(), states, strict=False):
+            self._of(device).set_state(state)
+
+    @contextmanager
+    def as_generators(self) -> Iterator[None]:
+        """Have PyTorch's generators go on from the stream inside, and no other thread draw."""
+        with exclusive():
+            before = torch_rng()
+            set_torch_rng([self.state_of(device) for device in _devices()])
+            try:
+                yield
+            finally:
+                self.set_states(torch_rng())
+                set_torch_rng(before)
+
     def _of(self, device: torch.device) -> torch.Generator:
+        if device.index is None and device.type != "cpu":
+            device = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
         if device not in self.generators:
             self.generators[device] = made = torch.Generator(device)
             if self._seed is None:
-                module, places = _generators(device)
-                made.set_state(module.get_rng_state(*places[device.index or 0]))
+                made.set_state(_state_of(device))
             else:
                 made.manual_seed(self._seed)
         return self.generators[device]
@@ -170,22 +219,13 @@ class RandomStream(TorchDispatchMode):
 
 @contextmanager
 def by_generators() -> Iterator[None]:
-    """Let what a stream does not reach, such as a compiled program, draw from it all the same.
-
-    PyTorch's generators are where the stream is meanwhile, and no other thread draws from them.
-    """
-    if _stream() is None:
+    """Let what a stream does not reach, such as a compiled program, draw from it all the same."""
+    stream = _stream()
+    if stream is None:
         yield
-        return
-    with exclusive():
-        states = torch_rng()
-        with _disable_current_modes(), torch_rng_kept():
-            set_torch_rng(states)
-            try:
-                yield
-            finally:
-                states = torch_rng()
-        set_torch_rng(states)
+    else:
+        with _disable_current_modes(), stream.as_generators():
+            yield
 
 
 def drawing_from(stream: RandomStream, items: Iterable[T]) -> Iterator[T]:

@@ -19,10 +19,12 @@ class ReplayedDraws:
     """Draws that are the same for each batch of one call.
 
     They are made with the random numbers that PyTorch's generator would have given next, in a
-    stream of their own, so that other threads may draw meanwhile.
+    stream of their own. Where there may be several batches, `is_replayed`, it reaches each
+    operation by itself, which takes longer: what other threads draw makes no draw another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_replayed: bool = False) -> None:
+        self.is_replayed = is_replayed
         # Of the norms of the net at each draw, a list to fill.
         self.statistics: list[Any] = []
         # The random numbers of each draw, of which the last is where the next one starts.
@@ -37,12 +39,12 @@ class ReplayedDraws:
         """Yield the draws that an iterator makes, from the same random numbers in each call."""
         self.start()
         for index in itertools.count():
-            stream = self._streams[index].copy()
-            with stream:
+            stream = self._streams[index].copy() if self.is_replayed else self._streams[0]
+            with stream if self.is_replayed else stream.as_generators():
                 draw = next(draws, None)
             if draw is None:
                 return
-            if index + 1 == len(self._streams):
+            if self.is_replayed and index + 1 == len(self._streams):
                 self._streams.append(stream)
             yield draw
 
@@ -64,7 +66,7 @@ class DrawsOfEach:
         """Yield BNNs with their draws, which their own predictions take in the meantime."""
         for index, bnn in enumerate(bnns):
             if index == len(self._of):
-                self._of.append(ReplayedDraws() if index else first)
+                self._of.append(ReplayedDraws(first.is_replayed) if index else first)
             token = _DRAWS.set(self._of[index])
             try:
                 yield bnn, self._of[index]
@@ -90,7 +92,8 @@ def map_batches(
     """
     device = device_for(bnn)
     given = inputs[0] if len(inputs) == 1 else inputs
-    again, found = _DRAWS.get() or ReplayedDraws(), []
+    has_batches = is_loader(given) or batch_size is not None
+    again, found = _DRAWS.get() or ReplayedDraws(has_batches), []
     if is_loader(given) and not isinstance(given, list):
         again.start()  # before the loader takes random numbers
     for rows, labels in batches_to_predict(given, targets, batch_size):
