@@ -20,19 +20,12 @@ def test_contestants_take_turns(helper: Helper) -> None:
     assert [len(times) for times in seconds.values()] == [2, 2, 2]
 
 
-def test_ratios_are_taken_within_rounds(helper: Helper) -> None:
-    seconds = {"plain": [1.0, 10.0, 2.0], "ours": [2.0, 30.0, 8.0]}
-    assert helper("_harness").ratio(seconds, "ours", "plain") == {
-        "median": 3.0,
-        "q1": 2.5,
-        "q3": 3.5,
-    }
-
-
-def test_differences_are_taken_within_rounds(helper: Helper) -> None:
-    seconds = {"plain": [1.0, 10.0, 2.0], "ours": [2.0, 30.0, 8.0]}
-    found = helper("_harness").difference(seconds, "ours", "plain")
-    assert found == {"median": 6.0, "q1": 3.5, "q3": 13.0}
+def test_ratios_and_differences_are_taken_within_rounds(helper: Helper) -> None:
+    seconds, harness = {"plain": [1.0, 10.0, 2.0], "ours": [2.0, 30.0, 8.0]}, helper("_harness")
+    ratio = harness.ratio(seconds, "ours", "plain")
+    assert ratio == {"median": 3.0, "q1": 2.5, "q3": 3.5}
+    difference = harness.difference(seconds, "ours", "plain")
+    assert difference == {"median": 6.0, "q1": 3.5, "q3": 13.0}
 
 
 def test_processor_time_counts_children(helper: Helper) -> None:
