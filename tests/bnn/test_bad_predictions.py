@@ -78,7 +78,7 @@ def pytorch():
 
 HIDDEN = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
 NAMES = "options go by name, such as num_predictions=32, and targets to evaluate"
-INPUTS = r"must be Tensor, not numpy\.ndarray"
+INPUTS = "inputs are a ndarray; pass a tensor"
 TARGETS = r"targets is a ndarray; expected a tensor: torch.as_tensor\(targets\)"
 POSTERIOR = "no Gaussian posterior to linearise about: predict with predictive='bnn'"
 CALLS = [

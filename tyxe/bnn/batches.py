@@ -22,9 +22,15 @@ T = TypeVar("T")
 
 
 def is_loader(inputs: Inputs) -> bool:
-    """Whether inputs are a loader: a list, or iterable but no tensor, array, container or graph."""
+    """Whether inputs are a loader: a list, or iterable but no tensor, container or graph.
+
+    An array of another library is a TypeError: its rows are no batches.
+    """
+    if hasattr(inputs, "__array__") and not isinstance(inputs, Tensor):
+        given = described(inputs)
+        raise TypeError(f"inputs are {given}; pass a tensor: torch.as_tensor(inputs).float()")
     _check_no_dataset(inputs)
-    is_data = isinstance(inputs, tuple | Mapping) or hasattr(inputs, "__array__")
+    is_data = isinstance(inputs, Tensor | tuple | Mapping)
     return not is_data and hasattr(inputs, "__iter__") and not hasattr(inputs, "to")
 
 
