@@ -54,7 +54,8 @@ Run = Callable[..., str]
 
 def skip_without_extras(name: str, *needed: str) -> None:
     """Skip a test of a script or notebook whose libraries are not installed."""
-    for library in (*needed, *["torch_geometric"] * (name == "graph_net")):
+    own = {"graph_net": "torch_geometric", "language_model": "peft"}
+    for library in (*needed, *[own[name]] * (name in own)):
         pytest.importorskip(library)
 
 
@@ -72,6 +73,8 @@ def run(
         with warnings.catch_warnings():
             # torch-geometric 2.8 uses it.
             warnings.filterwarnings("ignore", r".*torch\.jit\.script", FutureWarning)
+            # peft 0.21 asks transformers 5 for it.
+            warnings.filterwarnings("ignore", ".is_gradient_checkpointing.", FutureWarning)
             # An epoch is no fit, and says so.
             warnings.simplefilter("ignore", tyxe.TyxeWarning)
             runpy.run_path(str(script), run_name="__main__")
@@ -152,7 +155,7 @@ def imported(tree: ast.AST) -> set[str]:
 def test_there_is_a_demo_and_few_listings():
     assert QUICKSTART in SCRIPTS
     assert len(QUICKSTART.read_text().splitlines()) <= 260
-    assert 10 <= len(LISTINGS) <= 17
+    assert 10 <= len(LISTINGS) <= 18
     modules = [path.name for path in (ROOT / "examples").rglob("_*") if path.suffix == ".py"]
     assert modules == [], "a listing is copied alone"
 
@@ -187,6 +190,7 @@ def test_the_gallery_lists_every_listing_with_its_seconds():
 
 LIBRARIES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "torchvision": "torchvision"}
 LIBRARIES |= {"torch_geometric": "torch-geometric", "dgl": "dgl"}
+LIBRARIES |= {"transformers": "transformers", "peft": "peft"}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

@@ -80,6 +80,22 @@ def test_the_prior_precision_by_held_out_data():
     assert float(best) == pytest.approx(grid[scores.index(max(scores))])
 
 
+def test_held_out_data_may_be_predicted_by_draws(monkeypatch):
+    """With many classes the covariances of outputs do not fit into memory."""
+    bnn, x, y = classifier("diag")
+    bnn.fit([(x, y)], ADAM, 20)
+    grid = [1e-2, 1.0, 100.0]
+    monkeypatch.setattr("tyxe.check.MEMORY_LIMIT", 500)
+    with pytest.raises(ValueError, match=r"covariances of 15 points' outputs.*predictive='bnn'"):
+        bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
+    best = bnn.optimize_prior_precision("grid", [(x, y)], grid=grid, predictive="bnn")
+    scores = []
+    for precision in grid:
+        bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, precision**-0.5)))
+        scores.append(float(bnn.evaluate(x, y, 500, predictive="bnn")[1]))
+    assert float(best) == pytest.approx(grid[scores.index(max(scores))])
+
+
 def test_precisions_below_the_rounding_of_the_curvature_are_passed_over():
     """A last layer of many points in float32: the GGN has eigenvalues of zero less the rounding."""
     torch.manual_seed(0)

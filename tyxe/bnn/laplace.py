@@ -286,6 +286,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         per_site: bool = False,
         num_steps: int = 100,
         grid: Iterable[float] | None = None,
+        predictive: str | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Choose the prior's precision, and make it the prior.
 
@@ -297,6 +298,8 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             per_site: choose a precision for each weight with its bias, instead of one for all.
             num_steps: largest number of steps to the fixed point; it usually takes about 30.
             grid: precisions to try; by default 21 from 1e-4 to 1e4.
+            predictive: for `"grid"`, how held-out data are predicted, as in `predict`; with many
+                classes `"bnn"`.
 
         Returns:
             The precision, or with `per_site` one for each block by its name in the net.
@@ -319,7 +322,9 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             )
         else:
             batches = all_batches(self._to_evaluate(loader))
-            best = search.best_of_grid(grid, lambda precision: self._held_out(precision, batches))
+            best = search.best_of_grid(
+                grid, lambda precision: self._held_out(precision, batches, predictive)
+            )
             numbers = {"": state.loc.new_tensor(best)}
         self._set_prior_numbers(numbers)
         if method == "evidence" and self.likelihood.has_classes:
@@ -334,14 +339,15 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         prefix = self.net_prior.prefix
         self.update_prior(DictPrior({site.removeprefix(prefix): n for site, n in normals}))
 
-    def _held_out(self, precision: float, batches: list[Any]) -> float:
+    def _held_out(self, precision: float, batches: list[Any], predictive: str | None) -> float:
         """Return the log-likelihood of held-out data, with the same random numbers each time."""
         number = {"": self.state.loc.new_tensor(precision)}
         device = device_for(self)
         with RandomStream(seed=0):
             try:
                 bnn = self._under(self.state.replace(prior=search.with_numbers(self.state, number)))
-                found = (bnn.evaluate(x, y)[1] for x, y in batches_of(batches, device))
+                data = batches_of(batches, device)
+                found = (bnn.evaluate(x, y, predictive=predictive)[1] for x, y in data)
                 return sum(
                     float(each["joint"] if isinstance(each, Mapping) else each) for each in found
                 )

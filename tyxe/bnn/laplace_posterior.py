@@ -240,7 +240,9 @@ class LaplacePosterior(SupervisedBNN):
         """Linearise the net on a batch, and check that its blocks are those of the curvature."""
         # A batch of one point does not show which maps have rows of no point.
         whole = [block for block in self.state.blocks if not isinstance(block, LinearBlock)]
-        self._runtime.linearized.exact.update(site for block in whole for site in block.sites)
+        sites = {site for block in whole for site in block.sites}
+        parts = {self.net_prior.prefix + name for name in self.net_prior.elements}
+        self._runtime.linearized.exact.update(sites - parts)
         linear = self._linearize(inputs, torch.is_grad_enabled())
         check_blocks(self.state.blocks, linear.blocks)
         return linear

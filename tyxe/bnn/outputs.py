@@ -289,13 +289,19 @@ class PosteriorBNN(BNN):
         With `differentiable`, outputs and gradients can be differentiated in the inputs.
         """
         look_at_sites(self, inputs, needs_gradients=True)
+        values, prior, places = self._mean_values(), self.net_prior, self._in_places()
+        parts = {}
+        for name, elements in prior.elements.items():
+            site = prior.prefix + name
+            parts[site] = elements, prior.whole_of(name, places[site], values[site])
         return Linearization(
             self._run_frozen,
-            self._mean_values(),
+            values,
             inputs,
             self._site_shapes(),
             self._runtime.linearized,
             differentiable,
+            parts,
         )
 
     def _gaussian(self, predictive: str | Outputs | None, count: int, link: str) -> Outputs | None:

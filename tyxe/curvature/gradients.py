@@ -61,6 +61,23 @@ class OuterProductGradients:
         """Return the gradients of some points, `(n, P)`."""
         return torch.einsum("nrgo,nrgi->ngoi", self.g[points], self.a[points]).flatten(1)
 
+    def elements(self, places: Tensor) -> Tensor:
+        """Return some elements of the gradients, by their places in `(P,)`, as `(n, K)`."""
+        positions, columns = self.a.shape[1], self.a.shape[3]
+        size = self.a.shape[2:].numel() * self.g.shape[3]
+        rows, found = places.div(columns, rounding_mode="floor"), []
+        inputs = rows.div(self.g.shape[3], rounding_mode="floor") * columns + places % columns
+        is_dense = size <= positions * len(places)
+        chunk = max(1, budget(places.device) // (size if is_dense else positions * len(places)))
+        for start in range(0, len(self), chunk):
+            part = slice(start, start + chunk)
+            if is_dense:
+                found.append(self.dense(part)[:, places])
+            else:
+                g, a = self.g[part].flatten(2)[..., rows], self.a[part].flatten(2)[..., inputs]
+                found.append((g * a).sum(1))
+        return torch.cat(found)
+
     def sum(self) -> Tensor:
         """Return their sum over points, `(P,)`."""
         return torch.einsum("nrgo,nrgi->goi", self.g, self.a).flatten()

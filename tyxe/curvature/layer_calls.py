@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,21 +151,30 @@ class LayerCallRecorder(LinearMapMessenger):
 
 
 def find_blocks(
-    shapes: Mapping[str, Size], calls: Iterable[LayerCall], elsewhere: Iterable[str]
+    shapes: Mapping[str, Size],
+    calls: Iterable[LayerCall],
+    elsewhere: Iterable[str],
+    parts: Collection[str] = (),
 ) -> ParamBlocks:
     """Return blocks of sites: weights and biases of the same linear maps, and single sites.
 
     `shapes` are those of all sites, in order; the sites in `elsewhere` are used by operations
-    besides the `calls`, and have no factors.
+    besides the `calls`, and have no factors. Those in `parts` are elements of a parameter, and
+    their block is that of all of it, and of nothing else.
     """
     candidates: dict[str, set[LinearBlock]] = {}
     for call in calls:
         sites, shape = (call.weight_site, call.bias_site), call.event.weight.shape
         block = LinearBlock(*sites, shape, call.groups, call.is_transposed, call.arrangement)
+        own = [block]
+        if not {*parts}.isdisjoint(sites):
+            bias = dataclasses.replace(block, weight=None, arrangement=None)
+            own = [dataclasses.replace(block, bias=None), bias]
         for site in call.sites:
             # A site that is used in part gets no linear block: a candidate of its own excludes it.
-            candidates.setdefault(site, set()).update([block] if site in sites else [])
-            if site not in sites:
+            is_plain = site not in parts or (call.arrangement is None and not call.is_transposed)
+            candidates.setdefault(site, set()).update(b for b in own if site in b.sites)
+            if site not in sites or not is_plain:
                 candidates[site].add(LinearBlock(f"a part of {site}", None, shapes[site]))
     other = set(elsewhere)
     blocks: dict[str, ParamBlock] = {}

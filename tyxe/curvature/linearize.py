@@ -25,7 +25,7 @@ from tyxe.curvature.gradients import (
 )
 from tyxe.curvature.layer_calls import POINTS_FIRST, BatchDims, LayerCall, LayerCallRecorder
 from tyxe.distributions import ParamBlocks
-from tyxe.distributions.param_blocks import LinearBlock, ParamBlock
+from tyxe.distributions.param_blocks import LinearBlock, ParamBlock, SiteBlock
 from tyxe.poutine.report import note
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.util import (
@@ -70,6 +70,7 @@ class Linearization:
         known: what is known of the net, which is added to.
         differentiable: whether outputs and gradients are to be differentiated again, such as in the
             inputs.
+        parts: of sites that are some elements of a parameter, their indices in it and its value.
 
     Attributes:
         outputs: the net's outputs, `(n, ...)`, in float32 at least.
@@ -86,15 +87,18 @@ class Linearization:
         shapes: Mapping[str, Size],
         known: Linearized | None = None,
         differentiable: bool = False,
+        parts: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self._differentiable = differentiable
         self._forward, self._known = forward, Linearized() if known is None else known
         self._values, self._inputs = outside_of_inference((dict(values), inputs))
+        self._parts = {name: places for name, (places, _) in (parts or {}).items()}
+        wholes = outside_of_inference({name: whole for name, (_, whole) in (parts or {}).items()})
         self._kind = kind_of_batch(inputs)
         is_new = self._kind not in self._known.compared
         numbers = torch_rng() if is_new else []
         with outside_inference(gradients=True), LayerCallRecorder() as recorder:
-            raw = forward(self._values, self._inputs)
+            raw = forward({**self._values, **wholes}, self._inputs)
             check_is_tensor(raw)
             self.outputs = at_least_float32(raw)
         self._node = raw.grad_fn
@@ -106,8 +110,16 @@ class Linearization:
 
     def _find_blocks(self) -> None:
         elsewhere = self._elsewhere | self._known.exact
-        self._blocks = layer_calls.find_blocks(self._shapes, self._recorded, elsewhere)
-        self._linear = [block for block in self._blocks if isinstance(block, LinearBlock)]
+        found = layer_calls.find_blocks(self._shapes, self._recorded, elsewhere, self._parts)
+        self._linear = [block for block in found if isinstance(block, LinearBlock)]
+        self._blocks = ParamBlocks(
+            tuple(
+                SiteBlock(block.name, self._shapes[block.name])
+                if block.name in self._parts
+                else block
+                for block in found
+            )
+        )
         self._located: dict[str, list[LayerCall]] | None = None
 
     @property
@@ -187,9 +199,10 @@ class Linearization:
             tolerance = torch.finfo(dtype).eps ** 0.4
             error = (own.sum() - right).norm()
             known = bool(error <= tolerance * right.norm().clamp(min=tolerance * cotangent.norm()))
-            if isinstance(own, OuterProductGradients):
-                error = (scaled[block.name] - own.g * _along_points(scales, own.g)).norm()
-                known = known and bool(error <= tolerance * own.g.norm())
+            if block.name in scaled:
+                rows, other = (_numbers_of(x) for x in (own, self._held(block.name, scaled)))
+                error = (other - rows * _along_points(scales, rows)).norm()
+                known = known and bool(error <= tolerance * rows.norm())
             if not known:
                 wrong |= {*block.sites}
         return wrong, None
@@ -270,13 +283,18 @@ class Linearization:
         if not self.points:  # nothing to differentiate, in any map or loop over points
             none = {block.name: self.outputs.new_zeros(0, block.size) for block in self.blocks}
             return {name: DenseGradients(matrix) for name, matrix in none.items()}
-        found: dict[str, PointGradients] = {
-            name: OuterProductGradients(self._map_inputs[name], g)
-            for name, g in self._linear_gradients(cotangent).items()
-        }
+        linear = self._linear_gradients(cotangent)
+        found = {name: self._held(name, linear) for name in linear}
         rest = [block for block in self.blocks if block.name not in found]
         found |= self._dense_gradients(rest, cotangent)
         return {name: found[name] for name in self.blocks.names}
+
+    def _held(self, name: str, gradients: Mapping[str, Tensor]) -> PointGradients:
+        """Return a block's gradients from those in its maps' outputs."""
+        found = OuterProductGradients(self._map_inputs[name], gradients[name])
+        if name not in self._parts:
+            return found
+        return DenseGradients(found.elements(self._parts[name]))
 
     def _linear_gradients(self, cotangent: Tensor) -> dict[str, Tensor]:
         """Return the gradients in the outputs of each linear block's maps, by the block's name."""
@@ -312,7 +330,8 @@ class Linearization:
 
         Its one map has one row for each point; the result is empty for all other nets.
         """
-        if not self.points or len(self.blocks.names) > 1 or self.outputs.dim() != 2:
+        several = len(self.blocks.names) > 1 or self._parts
+        if not self.points or several or self.outputs.dim() != 2:
             return {}
         calls = [call for calls in self._calls.values() for call in calls]
         if len(calls) != 1 or not self._is_last(calls[0]):
@@ -359,6 +378,10 @@ class Linearization:
         found = looped_gradients(of_point, sites, self._inputs, cotangent, self._differentiable)
         self._known.is_vectorized = False
         return found
+
+
+def _numbers_of(gradients: PointGradients) -> Tensor:
+    return gradients.matrix if isinstance(gradients, DenseGradients) else gradients.g
 
 
 def _along_points(scales: Tensor, like: Tensor) -> Tensor:

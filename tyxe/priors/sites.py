@@ -95,8 +95,8 @@ class SitePriors(nn.Module):
         return part_of(tensor, self.elements[name]) if name in self.elements else tensor
 
     def whole_of(self, name: str, fixed: Tensor, value: Tensor) -> Tensor:
-        """Return a site's value with the fixed elements of its parameter around it."""
-        if name not in self.elements:
+        """Return a site's value with the fixed elements around it, which it may have already."""
+        if name not in self.elements or value.shape == fixed.shape:
             return value
         flat = fixed.detach().flatten()
         return flat.scatter(0, self.elements[name], value.to(flat)).view_as(fixed)
