@@ -90,6 +90,15 @@ def test_a_callback_sees_steps():
     assert count.seen[:2] == ((0, 20), (3, 4))
 
 
+def test_a_loss_that_is_not_finite_changes_nothing():
+    bnn, bad = MAKERS["MAP"](likelihood()), X.clone()
+    bad[20] = torch.inf
+    before = [p.clone() for p in bnn.parameters()]
+    with pytest.raises(RuntimeError, match="inputs or targets that are not finite"):
+        bnn.fit(list(zip(bad.split(8), Y.split(8), strict=True)), SGD, 1, accumulate_steps=3)
+    assert all(map(torch.equal, before, bnn.parameters()))
+
+
 @pytest.mark.parametrize("handler", [None, tyxe.poutine.local_reparameterization])
 def test_bfloat16_is_near_to_float32(handler):
     found = []

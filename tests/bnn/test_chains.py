@@ -128,7 +128,7 @@ BAD_STARTS = {
     "missing": ({}, ({"net.bias": ONE},), "no values for net.weight"),
     "shape": ({}, (at(ONE, ONE),), "'net.weight' has shape"),
     "not finite": ({}, (at(ONE / 0, CUBE),), "'net.bias' is not finite"),
-    "site": ({}, ({"bias": ONE},), "bias"),
+    "site": ({}, ({"bias": ONE},), "site is 'bias'"),
     "init": ({}, (3,), "init is 3; expected"),
     "net outside": (POSITIVE, ("net",), OUTSIDE),
     "outside": (POSITIVE, (at(ONE + 0.5, CUBE - 3),), OUTSIDE),

@@ -167,6 +167,7 @@ def test_a_hold_ends_with_an_error():
     with pytest.raises(RuntimeError, match="shapes cannot"), bnn.hold_sample():
         bnn(x().mT)
     assert not torch.equal(bnn(x()), bnn(x()))
+    assert not bnn._held  # nor is a draw kept
 
 
 # --------------------------------------------------------------------------- the rest

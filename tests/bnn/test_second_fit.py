@@ -96,8 +96,10 @@ def test_a_program_is_given_all_tensors(traced: list[Any]) -> None:
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]))
 
 
-def other_default(bnn: Any) -> None:
-    bnn.net.function.__defaults__ = (bnn.net.function.__defaults__[0] + 1.0,)
+@pytest.fixture(autouse=True)
+def one_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a change of the default end with its test."""
+    monkeypatch.setattr(scaled, "__defaults__", (1.0,))
 
 
 OTHER = type("Other", (Net,), {"shift": 1.0})
@@ -118,7 +120,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "array in place": lambda b: b.net.array.__setitem__(0, 2.0),
     "slot": lambda b: setattr(b.net.slots, "rate", 2.0),
     "attribute of the class": lambda b: setattr(b.net, "__class__", OTHER),
-    "default of a function": other_default,
+    "default of a function": lambda b: setattr(b.net.function, "__defaults__", (2.0,)),
     "forward": lambda b: setattr(b.net, "forward", partial(Net.forward, b.net)),
     "kind of prior": lambda b: b.update_prior(IIDPrior(dist.Laplace(0.0, 1.0))),
     "prior": lambda b: b.update_prior(LayerwiseNormalPrior("xavier")),

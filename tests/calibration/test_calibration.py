@@ -261,6 +261,9 @@ def test_calibration_sets_that_are_too_small_say_how_many_are_needed():
                 conformal.fit(*probabilities(needed - 1))
             assert conformal.threshold is None
         assert SplitConformal("lac", level).fit(*probabilities(needed)).threshold > 0
+    mean, scale = torch.zeros(8, 2), torch.ones(8, 2)
+    with pytest.raises(ValueError, match="and there are 8"):  # points of two numbers each
+        SplitConformal(level=0.9).fit((mean, scale), mean + 1)
 
 
 PROBS, CLASSES = torch.full((10, 3), 1 / 3), torch.arange(10) % 3

@@ -292,6 +292,15 @@ def test_a_prior_with_gradients_does_not_join():
     torch.testing.assert_close(slope, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_functional_transforms_take_the_kl():
+    q, p = normal(), dist.Normal(*torch.tensor([0.2, 1.3]).double()).expand(SHAPE).to_event(2)
+
+    def kl(loc):
+        return td.kl_divergence(FactorizedNormal(loc, q.scale.log()), p)
+
+    torch.testing.assert_close(torch.func.grad(kl)(q.loc), (q.loc - p.mean) / p.variance)
+
+
 @pytest.mark.parametrize("scale", [1e-20, 1e25])
 def test_a_prior_scale_at_the_end_of_the_range(scale):
     q = FactorizedNormal(torch.ones(3), torch.zeros(3))

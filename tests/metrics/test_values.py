@@ -93,7 +93,8 @@ def test_scores_of_numbers_are_those_of_torch_and_scikit() -> None:
     expected = -torch.distributions.Normal(mean, scale).log_prob(targets).mean()
     torch.testing.assert_close(metrics.gaussian_nll(mean, scale, targets), expected)
     expected = math.sqrt(oracle.mean_squared_error(targets, mean))
-    assert_scalar(metrics.rmse(mean, targets), expected)
+    for shape in ((20,), (10, 2)):
+        assert_scalar(metrics.rmse(mean.view(shape), targets.view(shape)), expected)
 
 
 @pytest.mark.parametrize("level", [0.1, 0.5, 0.95])
