@@ -33,6 +33,7 @@ def regression(seed=0):
 
 OPTIMISERS = {
     "gradient descent": functools.partial(torch.optim.SGD, lr=0.05),
+    "ascent": functools.partial(torch.optim.SGD, lr=0.01, maximize=True),  # a loss that grows
     "Nesterov": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     "Adam": functools.partial(torch.optim.Adam, lr=0.05),
 }
