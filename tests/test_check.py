@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import LaplaceBNN, check, estimate_evidence
+from tyxe.bnn import elbo_terms
 from tyxe.calibration import CVPlus
 from tyxe.likelihoods import HomoskedasticGaussian, Joint, Ordinal, Poisson, censored_targets
 from tyxe.predictive import Ensemble
@@ -171,6 +172,8 @@ def test_arguments_of_another_kind_are_named(options: dict[str, Any], message: s
 
 
 OF_ANOTHER_KIND = {
+    "model is 5": lambda: elbo_terms(5, max),  # type: ignore[arg-type]
+    "closed_form_kl is 'no'": lambda: elbo_terms(max, max, closed_form_kl="no"),  # type: ignore[arg-type]
     "left has shape": lambda: censored_targets(torch.ones(2), left=torch.tensor(True)),
     "cut_points is 'a'": lambda: Ordinal(9, 3, cut_points="a"),  # type: ignore[arg-type]
     "weights is ''": lambda: Joint(weights="", one=Poisson(9)),  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import tyxe
@@ -162,4 +163,16 @@ def test_a_seed_holds_inside_and_a_stream_may_stand_in_for_the_generators():
     for number in expected:
         with stream if number is expected[1] else stream.as_generators():
             assert torch.equal(torch.rand(2), number)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_interrupt_of_the_start_from_a_seed_leaves_the_generators_alone(monkeypatch) -> None:
+    def interrupted(seed: int) -> None:
+        torch.manual_seed(seed)
+        raise KeyboardInterrupt
+
+    before = torch.get_rng_state()
+    monkeypatch.setattr(tyxe.rng, "_start_from", interrupted)
+    with pytest.raises(KeyboardInterrupt), tyxe.rng.seeded(3):
+        pass
     assert torch.equal(torch.get_rng_state(), before)

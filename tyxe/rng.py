@@ -84,7 +84,8 @@ def set_torch_rng(states: Sequence[Tensor]) -> None:
         stream.set_states(states)
         return
     cpu, *others = states
-    torch.set_rng_state(cpu.cpu())
+    # Operations of a tensor of torch.func's transforms return one without memory to read.
+    torch.set_rng_state(cpu if cpu.device.type == "cpu" else cpu.cpu())
     accelerator = _accelerator()
     if others and accelerator is not None:
         module, places = _generators(accelerator)
@@ -119,14 +120,16 @@ def seeded(seed: int) -> Iterator[None]:
 
     Other threads do not wait, and what they draw meanwhile comes from the same numbers.
     """
-    with exclusive():
-        before = torch_rng()
-        _start_from(seed)
+    before: list[Tensor] = []
     try:
+        with exclusive():
+            before = torch_rng()
+            _start_from(seed)
         yield
     finally:
         with exclusive():
-            set_torch_rng(before)
+            if before:
+                set_torch_rng(before)
 
 
 class RandomStream(TorchDispatchMode):

@@ -120,13 +120,14 @@ def tied():
 
 WRONG_HEADS = {
     "no BNN": (lambda: Heads(Net(), ["head"]), TypeError, "is a Net; expected a BNN"),
+    "a number": (lambda: Heads(variational(), 3), TypeError, "modules is 3"),
     "a string": (lambda: Heads(variational(), "head"), TypeError, r"modules=\['head'\]"),
     "a module": (
         lambda: Heads(variational(), [variational().net.head]),
         TypeError,
         r"modules is a Sequential; expected names.*modules=\[\"2\"\]",
     ),
-    "one module": (lambda: Heads(variational(), nn.Linear(5, 1)), TypeError, "not iterable"),
+    "one module": (lambda: Heads(variational(), nn.Linear(5, 1)), TypeError, "modules is a Linear"),
     "no such part": (lambda: Heads(variational(), ["tail"]), ValueError, "'tail', which the net"),
     "nothing in it": (lambda: Heads(variational(), ["body.1"]), ValueError, "neither parameters"),
     "a site": (

@@ -102,7 +102,8 @@ def test_chains_that_have_not_converged_are_refused():
 
 
 @pytest.mark.parametrize(
-    "found", [3, {"state": {}}, {"reference": 3}, {"reference": {"inputs": torch.ones(1)}}]
+    "found",
+    [3, torch.ones(1), {"state": {}}, {"reference": 3}, {"reference": {"inputs": torch.ones(1)}}],
 )
 def test_a_file_without_a_reference_says_so(found, tmp_path):
     files.write(tmp_path / "file", found)

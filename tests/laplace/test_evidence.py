@@ -50,8 +50,9 @@ def test_the_evidence_at_another_prior_and_noise_with_the_mode_held(structure, s
         - 4 * math.log(scale)
         - 0.5 * torch.logdet(precision)
     )
-    found = bnn.log_marginal_likelihood(scale**-2, noise)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for given in (scale**-2, torch.tensor([scale**-2])):
+        found = bnn.log_marginal_likelihood(given, noise)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])

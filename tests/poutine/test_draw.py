@@ -335,3 +335,11 @@ def test_functional_transforms_meet_draws():
         lazily = torch.func.jacrev(lambda x: bnn._run_net(values, x))(x)
     assert lazily.shape == (2, 3)
     assert bool(lazily.isfinite().all())
+
+    def predicted(x):
+        torch.manual_seed(0)
+        return bnn.predict(x, num_predictions=2, enable_grad=True)[0].sum()
+
+    point = x.requires_grad_()
+    expected = torch.autograd.grad(predicted(point), point)
+    torch.testing.assert_close(torch.func.grad(predicted)(x.detach()), *expected)

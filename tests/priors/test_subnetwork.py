@@ -108,6 +108,21 @@ def test_which_weights_are_chosen():
     assert str(first.elements(net)) != str(second.elements(net))
 
 
+def test_all_elements_of_a_vector_may_be_in_another_order():
+    class Reversed(IIDPrior):
+        def elements(self, net: nn.Module) -> dict[str, torch.Tensor]:
+            return {name: torch.arange(p.numel()).flip(0) for name, p in net.named_parameters()}
+
+    net, found = nn.Linear(16, 3).double(), []
+    x = X.flatten(1)
+    for prior in (NORMAL, Reversed(dist.Normal(0.0, 0.5))):
+        bnn = tyxe.LaplaceBNN(net, prior, Categorical(N), structure="full")
+        bnn.fit_curvature([(x, Y)])
+        mean = bnn.predict(x, predictive="bnn", num_predictions=0)
+        found.append((mean, bnn.predict(x, link="probit"), bnn.log_marginal_likelihood()))
+    torch.testing.assert_close(*found)
+
+
 def test_scales_are_those_of_the_layer():
     (site,) = (
         SubnetworkPrior(LayerwiseNormalPrior("radford"), 2, "magnitude")

@@ -11,6 +11,7 @@ from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.distributions import independent_moments
 from tyxe.guides.kl import is_joint, log_prob_of, sum_of_kls
 from tyxe.poutine import Draw
@@ -33,6 +34,7 @@ class ElboTerms(NamedTuple):
     values: dict[str, Tensor]
 
 
+@check.arguments
 def elbo_terms(
     model: Callable[..., Any],
     guide: Callable[..., Any],

@@ -293,7 +293,8 @@ class PosteriorBNN(BNN):
         parts = {}
         for name, elements in prior.elements.items():
             site = prior.prefix + name
-            parts[site] = elements, prior.whole_of(name, places[site], values[site])
+            if values[site].shape != places[site].shape:  # else it may be whole or not
+                parts[site] = elements, prior.whole_of(name, places[site], values[site])
         return Linearization(
             self._run_frozen,
             values,

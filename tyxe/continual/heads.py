@@ -61,6 +61,7 @@ class Heads:
         if isinstance(modules, str):
             raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
         expected = 'names or globs of parts of bnn.net, such as modules=["2"]'
+        check.one_of("modules", modules, Iterable, expected)
         globs = [check.one_of("a part in modules", name, str, expected) for name in modules]
         # Places and not tensors, because moving a BNN replaces its buffers.
         self._places = _places_of(bnn, globs)

@@ -121,7 +121,7 @@ class Reference:
         saved = files.read(path)
         try:
             return cls(**saved["reference"])
-        except (KeyError, TypeError):  # of another file
+        except (IndexError, KeyError, TypeError):  # of another file
             reason = f"{path} has no reference: give the path that Reference.save wrote"
             raise ValueError(reason) from None
 

@@ -105,6 +105,6 @@ def with_precision(prior: Gaussian, given: PriorPrecision, prefix: str) -> Gauss
         for site, value in found.items()
     }
     for site, mean in prior.blocks.unflatten(loc).items():
-        if values[site].dim():
+        if values[site].numel() != 1:
             check.shape(f"prior_precision of {site}", values[site], mean.shape, ", or a number")
     return Gaussian(prior.blocks, loc, prior.blocks.diagonal(prior.blocks.flatten(values)))

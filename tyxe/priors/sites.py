@@ -96,7 +96,8 @@ class SitePriors(nn.Module):
 
     def whole_of(self, name: str, fixed: Tensor, value: Tensor) -> Tensor:
         """Return a site's value with the fixed elements around it, which it may have already."""
-        if name not in self.elements or value.shape == fixed.shape:
+        # All elements of a vector have its shape, and perhaps another order.
+        if name not in self.elements or value.shape == fixed.shape != self.elements[name].shape:
             return value
         flat = fixed.detach().flatten()
         return flat.scatter(0, self.elements[name], value.to(flat)).view_as(fixed)
