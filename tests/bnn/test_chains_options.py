@@ -64,7 +64,12 @@ BAD = {
     "thin": (KERNEL, {"thin": 2}, TypeError, r"no option thin for kernels of tyxe\.samplers"),
     "nothing to resume": (KERNEL, {"resume": True}, RuntimeError, "no run to resume"),
     "ours for Pyro's": (pyro.infer.mcmc.HMC, {"thinning": 2}, TypeError, "kernels of Pyro; expec"),
-    "misspelt": (functools.partial(NUTS, stepsize=0.1), {}, TypeError, "argument 'stepsize'"),
+    "misspelt": (
+        functools.partial(NUTS, stepsize=0.1),
+        {},
+        TypeError,
+        "options of NUTS are step_size",
+    ),
 }
 
 

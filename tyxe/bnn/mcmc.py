@@ -111,7 +111,7 @@ class MCMC_BNN(SamplePosterior):
         self.kernel: Kernel | None = None
         if issubclass(of_class, Kernel):
             given: Any = kernel_builder
-            self.kernel = given() if isinstance(kind, type) else given
+            self.kernel = _built(given) if isinstance(kind, type) else given
         if issubclass(of_class, Kernel | HMC):
             check_continuous(of_class.__name__, likelihood, self.net_prior, self._in_places())
         self.kernel_builder = kernel_builder
@@ -363,3 +363,14 @@ class MCMC_BNN(SamplePosterior):
         hidden = ", ".join(n for n, p in self.net.named_parameters() if p.requires_grad)
         if hidden:
             warn(f"MCMC does not fit {hidden}, which the prior hides; they stay as they were")
+
+
+def _built(builder: Any) -> Kernel:
+    """Return the kernel that a class or a partial of it makes; a TypeError names the options."""
+    try:
+        kernel: Kernel = builder()
+    except TypeError as error:
+        kind, _ = unwrapped(builder)
+        known = ", ".join(each.name for each in dataclasses.fields(kind))
+        raise TypeError(f"{error}; the options of {kind.__name__} are {known}") from None
+    return kernel
