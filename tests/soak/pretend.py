@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import tyxe
-from tyxe import rng
 from tyxe.distributions import normal_kl
 
 __all__ = ["DEVICE", "DeviceMismatch", "Host", "pretend", "register"]
@@ -70,13 +69,12 @@ class DeviceMismatch(RuntimeError):
 class Generator:
     """The device's random numbers, which are those of a generator of the CPU."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self) -> None:
         self._own = torch._C.Generator()
 
-    def manual_seed(self, seed: int) -> Generator:
+    def manual_seed(self, seed: int) -> None:
         """Start anew."""
         self._own.manual_seed(seed)
-        return self
 
     def get_state(self) -> Tensor:
         """Return the state."""
@@ -222,8 +220,6 @@ def pretend() -> Iterator[Host]:
         mock.patch.object(torch, "tensor", _on_device(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _on_device(torch.as_tensor)),
         mock.patch.object(torch, "Generator", _AnyGenerator),
-        # An operation takes generators of PyTorch's only.
-        mock.patch.object(rng, "_device_of", return_value=torch.device("cpu")),
         mock.patch.object(torch, "rand", _drawn(torch.rand)),
         mock.patch.object(torch, "randn", _drawn(torch.randn)),
         mock.patch.object(torch.amp, "is_autocast_available", lambda kind: kind != NAME),
@@ -255,10 +251,10 @@ def _on_device(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _drawn(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # These take generators of PyTorch's only.
+    # PyTorch looks at a generator's device before it comes to ours.
     def made(*size: Any, generator: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
-        if isinstance(generator, Generator):
-            return function(*size, generator=generator._own, **kwargs).to(device)
+        if generator is not None and _is_ours(device):
+            return function(*size, generator=generator, **kwargs).to(device)
         return function(*size, generator=generator, device=device, **kwargs)
 
     return made
@@ -280,10 +276,10 @@ class _Kind(type):
 
 
 class _AnyGenerator(metaclass=_Kind):
-    """Stands at `torch.Generator`."""
+    """Stands at `torch.Generator`; a generator of the device is one that operations take."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        return Generator() if _is_ours(device) else _generator(device)
+        return _generator("cpu" if _is_ours(device) else device)
 
 
 def _asking_line() -> str:
