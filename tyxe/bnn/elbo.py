@@ -73,6 +73,17 @@ def elbo_terms(
         >>> elbo_terms(model, guide).kl
         tensor(0.4431)
     """
+    return draw_terms(model, guide, *args, closed_form_kl=closed_form_kl, **kwargs)
+
+
+def draw_terms(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    *args: Any,
+    closed_form_kl: bool,
+    **kwargs: Any,
+) -> ElboTerms:
+    """Compute `elbo_terms`, without a look at its arguments in every step of a fit."""
     # A program that is wrapped in a trace raises other errors than its own, with a table of shapes.
     with poutine.trace() as guide_messenger:
         guide(*args, **kwargs)
@@ -112,7 +123,7 @@ class Objective(nn.Module):
     def forward(self, inputs: Inputs, targets: Tensor, beta: float) -> Tensor:
         """Return one draw's part of the loss, in nats per data point."""
         own = self.bnn.model, self.bnn._guide
-        self.terms = terms = elbo_terms(*own, inputs, targets, closed_form_kl=self.closed_form_kl)
+        self.terms = terms = draw_terms(*own, inputs, targets, closed_form_kl=self.closed_form_kl)
         scale = 1.0 / (self.bnn.likelihood.dataset_size * self.num_particles)
         return (beta * terms.kl - terms.data) * scale
 
