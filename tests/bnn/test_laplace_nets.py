@@ -214,3 +214,25 @@ def test_a_noise_that_is_learned_counts_as_its_number(structure):
         found.append(copy.deepcopy(bnn).state.evidence())
     assert not found[0].requires_grad
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_number_without_dimensions_keeps_its_kind_of_prior():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return self.scale * self.layer(x)
+
+    def make():
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(8, scale=0.5)
+        prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+        return tyxe.LaplaceBNN(Scaled(), prior, likelihood, structure="full")
+
+    bnn, x = make(), torch.linspace(-1, 1, 16).reshape(8, 2)
+    bnn.fit_curvature([(x, x[:, :1])])
+    bnn.optimize_prior_precision("evidence")
+    other = make()
+    other.load_state_dict(bnn.state_dict())
+    assert all(map(torch.equal, other.predict(x), bnn.predict(x)))

@@ -178,6 +178,11 @@ class Linearization:
         with torch.enable_grad(), torch_rng_kept():
             set_torch_rng(numbers)
             outputs = at_least_float32(self._forward({**self._values, **sites}, self._inputs))
+        if not outputs.requires_grad:
+            raise RuntimeError(
+                "the net's outputs have no gradient in its parameters, as under torch.no_grad or "
+                "after detach in its forward: let it record gradients, or hide what has none"
+            )
         return gradients_by_name([outputs], sites, [cotangent])
 
     def _differing(
