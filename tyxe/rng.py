@@ -199,14 +199,12 @@ class RandomStream(TorchDispatchMode):
     @contextmanager
     def as_generators(self) -> Iterator[None]:
         """Have PyTorch's generators go on from the stream inside, and no other thread draw."""
-        with exclusive():
-            before = torch_rng()
+        with torch_rng_kept():
             set_torch_rng([self.state_of(device) for device in _devices()])
             try:
                 yield
             finally:
                 self.set_states(torch_rng())
-                set_torch_rng(before)
 
     def _of(self, device: torch.device) -> torch.Generator:
         if device.index is None and device.type != "cpu":

@@ -111,7 +111,7 @@ class MCMC_BNN(SamplePosterior):
         self.kernel: Kernel | None = None
         if issubclass(of_class, Kernel):
             given: Any = kernel_builder
-            self.kernel = _built(given) if isinstance(kind, type) else given
+            self.kernel = _built(given, of_class) if isinstance(kind, type) else given
         if issubclass(of_class, Kernel | HMC):
             check_continuous(of_class.__name__, likelihood, self.net_prior, self._in_places())
         self.kernel_builder = kernel_builder
@@ -365,12 +365,11 @@ class MCMC_BNN(SamplePosterior):
             warn(f"MCMC does not fit {hidden}, which the prior hides; they stay as they were")
 
 
-def _built(builder: Any) -> Kernel:
+def _built(builder: Any, kind: type[Any]) -> Kernel:
     """Return the kernel that a class or a partial of it makes; a TypeError names the options."""
     try:
         kernel: Kernel = builder()
     except TypeError as error:
-        kind, _ = unwrapped(builder)
         known = ", ".join(each.name for each in dataclasses.fields(kind))
         raise TypeError(f"{error}; the options of {kind.__name__} are {known}") from None
     return kernel
