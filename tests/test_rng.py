@@ -153,12 +153,9 @@ def test_a_branch_of_a_stream_goes_on_from_it_and_leaves_the_process_alone() -> 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_seed_holds_inside_and_a_stream_may_stand_in_for_the_generators():
+def test_a_stream_may_stand_in_for_the_generators():
     generator, before = torch.Generator().manual_seed(3), torch.get_rng_state()
     expected = [torch.rand(2, generator=generator) for _ in range(3)]
-    with tyxe.rng.seeded(3):
-        found = [torch.rand(2) for _ in range(3)]
-    assert all(map(torch.equal, found, expected))
     stream = tyxe.rng.RandomStream(seed=3)
     for number in expected:
         with stream if number is expected[1] else stream.as_generators():
@@ -166,13 +163,17 @@ def test_a_seed_holds_inside_and_a_stream_may_stand_in_for_the_generators():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_interrupt_of_the_start_from_a_seed_leaves_the_generators_alone(monkeypatch) -> None:
-    def interrupted(seed: int) -> None:
-        torch.manual_seed(seed)
-        raise KeyboardInterrupt
+def test_an_interrupt_of_a_stream_that_stands_in_leaves_the_generators_alone(monkeypatch) -> None:
+    set_states, calls = tyxe.rng.set_torch_rng, []
+
+    def interrupted(states) -> None:
+        set_states(states)
+        calls.append(states)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
 
     before = torch.get_rng_state()
-    monkeypatch.setattr(tyxe.rng, "_start_from", interrupted)
-    with pytest.raises(KeyboardInterrupt), tyxe.rng.seeded(3):
+    monkeypatch.setattr(tyxe.rng, "set_torch_rng", interrupted)
+    with pytest.raises(KeyboardInterrupt), tyxe.rng.RandomStream(seed=3).as_generators():
         pass
     assert torch.equal(torch.get_rng_state(), before)

@@ -38,7 +38,7 @@ def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def _stream() -> RandomStream | None:
+def current_stream() -> RandomStream | None:
     """Return the stream that random numbers come from here, or None for PyTorch's generators."""
     if not torch._C._len_torch_dispatch_stack():
         return None
@@ -62,7 +62,7 @@ def torch_rng() -> list[Tensor]:
 
     Inside of a `RandomStream` they are those of the stream, here and below.
     """
-    stream = _stream()
+    stream = current_stream()
     return [
         _state_of(device) if stream is None else stream.state_of(device) for device in _devices()
     ]
@@ -79,7 +79,7 @@ def set_torch_rng(states: Sequence[Tensor]) -> None:
 
     States of accelerators that are not there are left out.
     """
-    stream = _stream()
+    stream = current_stream()
     if stream is not None:
         stream.set_states(states)
         return
@@ -94,7 +94,7 @@ def set_torch_rng(states: Sequence[Tensor]) -> None:
 
 
 def _start_from(seed: int) -> None:
-    stream = _stream()
+    stream = current_stream()
     for generator in () if stream is None else stream.generators.values():
         generator.manual_seed(seed)
     if stream is None:
@@ -114,31 +114,13 @@ def torch_rng_kept(seed: int | None = None) -> Iterator[None]:
             set_torch_rng(before)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Start PyTorch's generators from a seed, and let them go on at the end as they were before.
-
-    Other threads do not wait, and what they draw meanwhile comes from the same numbers.
-    """
-    before: list[Tensor] = []
-    try:
-        with exclusive():
-            before = torch_rng()
-            _start_from(seed)
-        yield
-    finally:
-        with exclusive():
-            if before:
-                set_torch_rng(before)
-
-
 class RandomStream(TorchDispatchMode):
     """Random numbers of a thread's own, for what runs inside.
 
     They start from the state of PyTorch's generators, or from a seed, and go on where they stopped
     when the stream is entered again. The generators themselves are not touched, so that no other
     thread has to wait. Not reached are fused kernels that take no generator. Each operation inside
-    takes some microseconds longer: for the steps of a fit there is `seeded`.
+    takes some microseconds longer, except `by_generators`.
 
     Example:
         >>> stream, before = RandomStream(seed=1), torch.get_rng_state()
@@ -221,7 +203,7 @@ class RandomStream(TorchDispatchMode):
 @contextmanager
 def by_generators() -> Iterator[None]:
     """Let what a stream does not reach, such as a compiled program, draw from it all the same."""
-    stream = _stream()
+    stream = current_stream()
     if stream is None:
         yield
     else:

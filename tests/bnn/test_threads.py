@@ -309,6 +309,25 @@ def test_no_draw_is_repeated_because_another_thread_sets_the_generators_back(kin
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_members_and_other_threads_do_not_draw_from_each_other():
+    def run(draws):
+        torch.manual_seed(0)
+        found, ensemble = [], tyxe.EnsembleBNN(lambda _: variational(), 2)
+
+        def callback(*_):
+            if draws:
+                thread = threading.Thread(target=lambda: found.append(torch.rand(3)))
+                thread.start()
+                thread.join()
+
+        ensemble.fit([(X, Y)], ADAM, 2, callback=callback)
+        return ensemble.state_dict(), found + [torch.rand(3) for _ in range(5 - len(found))]
+
+    (state, found), (plain, expected) = run(True), run(False)
+    assert all(map(torch.equal, found, expected))
+    assert all(torch.equal(value, plain[name]) for name, value in state.items())
+
+
 def test_draws_beside_fits_of_an_ensemble_never_come_again():
     def make(_: int) -> tyxe.VariationalBNN:
         return tyxe.VariationalBNN(net(), prior(), Categorical(30), AutoNormal)

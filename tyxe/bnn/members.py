@@ -19,7 +19,7 @@ from tyxe.bnn.variational import VariationalBNN
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.processes import all_or_none, shared
-from tyxe.rng import seeded
+from tyxe.rng import RandomStream
 
 
 def fit_in_turn(ensemble: Any, member_callback: Any, *arguments: Any, **options: Any) -> list[Any]:
@@ -29,7 +29,7 @@ def fit_in_turn(ensemble: Any, member_callback: Any, *arguments: Any, **options:
         member: Any = ensemble.members[index]
         before, stage = copy.deepcopy(member.state_dict()), member._stage
         try:
-            with seeded(seed), bars_named(f"member {index + 1}/{len(ensemble.members)}"):
+            with RandomStream(seed), bars_named(f"member {index + 1}/{len(ensemble.members)}"):
                 found.append(member.fit(*arguments, **options))
         except BaseException:
             member.load_state_dict(before, strict=False)  # also to no samples

@@ -30,6 +30,7 @@ from tyxe.optim.groups import make_optimizer, make_scheduler, pyro_clipping, sch
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.norms import norms_of
 from tyxe.processes import Parallel, Processes, checksum, shuffle_anew
+from tyxe.rng import by_generators, current_stream
 from tyxe.threads import exclusive, unvalidated
 from tyxe.util import Inputs
 
@@ -236,8 +237,10 @@ class Trainer:
         points: Any = 0
         count = self.options.accumulate_steps
         batches = batches if count == 1 else map(copied, batches)
+        # A stream of its own reaches each operation by itself, which takes as long as a small step.
+        drawing = nullcontext if current_stream() is None else by_generators
         while group := [*islice(batches, count)]:
-            with exclusive():
+            with exclusive(), drawing():
                 if not self._checked:
                     with self.processes.all_or_none(), self.processes.shards.whole():
                         check_one_batch(self.bnn, self.bnn._one_draw, *group[0])
