@@ -54,8 +54,8 @@ Run = Callable[..., str]
 
 def skip_without_extras(name: str, *needed: str) -> None:
     """Skip a test of a script or notebook whose libraries are not installed."""
-    own = {"graph_net": "torch_geometric", "language_model": "peft"}
-    for library in (*needed, *[own[name]] * (name in own)):
+    of_its_own = {"graph_net": ["torch_geometric"], "language_model": ["peft"]}
+    for library in (*needed, *of_its_own.get(name, [])):
         pytest.importorskip(library)
 
 
