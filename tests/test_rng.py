@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tyxe
 
@@ -177,3 +178,22 @@ def test_an_interrupt_of_a_stream_that_stands_in_leaves_the_generators_alone(mon
     with pytest.raises(KeyboardInterrupt), tyxe.rng.RandomStream(seed=3).as_generators():
         pass
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_stream_leaves_the_modes_around_it() -> None:
+    class Counted(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counted() as counted, tyxe.rng.RandomStream(seed=3):
+        with tyxe.rng.by_generators():
+            before = counted.seen
+            first = torch.rand(2)
+            assert counted.seen > before
+        second = torch.rand(2)
+    generator = torch.Generator().manual_seed(3)
+    assert torch.equal(first, torch.rand(2, generator=generator))
+    assert torch.equal(second, torch.rand(2, generator=generator))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,
     _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
 )
 
 from tyxe.threads import exclusive
@@ -207,7 +207,13 @@ def by_generators() -> Iterator[None]:
     if stream is None:
         yield
     else:
-        with _disable_current_modes(), stream.as_generators():
+        with ExitStack() as stack:
+            # The modes around it stay, such as one that counts operations.
+            for mode in reversed(_get_current_dispatch_mode_stack()):
+                stack.enter_context(_pop_mode_temporarily())
+                if mode is stream:
+                    break
+            stack.enter_context(stream.as_generators())
             yield
 
 
