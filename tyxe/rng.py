@@ -93,6 +93,12 @@ def set_torch_rng(states: Sequence[Tensor]) -> None:
             module.set_rng_state(state.cpu(), *place)
 
 
+def fresh_seed() -> int:
+    """Return a seed drawn from PyTorch's generator while no other thread has set it."""
+    with exclusive():
+        return int(torch.randint(2**62, (), device="cpu"))
+
+
 def _start_from(seed: int) -> None:
     stream = current_stream()
     for generator in () if stream is None else stream.generators.values():
@@ -145,7 +151,7 @@ class RandomStream(TorchDispatchMode):
         """Return the numbers that PyTorch's generator would give next, which goes on elsewhere."""
         with exclusive():  # another thread may have set it back for a while
             before, *_ = torch_rng()
-            found, seed = (int(torch.randint(2**62, (), device="cpu")) for _ in range(2))
+            found, seed = fresh_seed(), fresh_seed()
             _start_from(seed)
         stream = cls(found)
         stream.generators[torch.device("cpu")].set_state(before)

@@ -328,6 +328,27 @@ def test_members_and_other_threads_do_not_draw_from_each_other():
     assert all(torch.equal(value, plain[name]) for name, value in state.items())
 
 
+@pytest.mark.parametrize(
+    "draws",
+    [
+        lambda: partial(tyxe.EnsembleBNN(lambda _: variational(), 2).fit, [(X, Y)], ADAM, 1),
+        lambda: partial(tyxe.priors.SubnetworkPrior, prior(), 3, by="random"),
+    ],
+    ids=["members", "subnetwork"],
+)
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_seeds_are_not_drawn_while_another_thread_has_set_the_generators(draws):
+    draw = draws()
+    with tyxe.rng.torch_rng_kept(seed=1):
+        before = torch.get_rng_state()
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join(timeout=0.3)
+        assert thread.is_alive()
+        assert torch.equal(torch.get_rng_state(), before)
+    thread.join()
+
+
 def test_draws_beside_fits_of_an_ensemble_never_come_again():
     def make(_: int) -> tyxe.VariationalBNN:
         return tyxe.VariationalBNN(net(), prior(), Categorical(30), AutoNormal)

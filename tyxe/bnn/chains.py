@@ -23,6 +23,7 @@ from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.priors.sites import SitePriors
 from tyxe.program import has_programs
+from tyxe.rng import fresh_seed
 from tyxe.samplers import Kernel, Length, Run, batched
 from tyxe.util import SiteTensors, is_discrete
 
@@ -289,7 +290,7 @@ def make_run(
     elif options.compile:
         raise ValueError("a kernel of mini-batches is not compiled: leave compile out")
     positions = _room(kernel, starts, Length(num_warmup, num_samples, options.thinning), options)
-    seed = int(torch.randint(2**62, (), device="cpu"))
+    seed = fresh_seed()
     return Run(
         kernel,
         every,

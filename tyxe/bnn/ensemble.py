@@ -28,6 +28,7 @@ from tyxe.predictive.distributions import mixture
 from tyxe.predictive.ensemble import Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.processes import check_group
+from tyxe.rng import fresh_seed
 from tyxe.util import Inputs, outside_inference
 
 
@@ -160,8 +161,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             )
         before = self._left
         if not resume:
-            seeds = torch.randint(2**62, (len(self.members),), device="cpu").tolist()
-            self._left = dict(enumerate(seeds))
+            self._left = {index: fresh_seed() for index in range(len(self.members))}
         asked = len(self._left)
         given = data_loader, *arguments
         try:

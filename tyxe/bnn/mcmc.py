@@ -36,7 +36,7 @@ from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
 from tyxe.processes import all_or_none, check_group, shared
-from tyxe.rng import RandomStream
+from tyxe.rng import RandomStream, fresh_seed
 from tyxe.samplers import Kernel, WarmStart
 from tyxe.util import outside_inference, unwrapped
 
@@ -238,7 +238,7 @@ class MCMC_BNN(SamplePosterior):
         each = num_chains // world
         if isinstance(init, Mapping):
             options["init"] = {n: v[rank * each : (rank + 1) * each] for n, v in init.items()}
-        seed = shared(int(torch.randint(2**62, (), device="cpu")), 0, group)
+        seed = shared(fresh_seed(), 0, group)
         with all_or_none(group), RandomStream(seed + rank):  # for chains of its own
             run = self.fit(*arguments, num_chains=each, **options)
         every = [shared(dict(self.samples.items()), owner, group) for owner in range(world)]

@@ -24,6 +24,7 @@ from tyxe.data import alike_batches
 from tyxe.distributions import ParamBlocks, as_gaussian
 from tyxe.distributions.gaussian import LOG_SQRT_2PI
 from tyxe.likelihoods import HomoskedasticGaussian
+from tyxe.rng import fresh_seed
 from tyxe.samplers.potential import gradients, in_turn
 from tyxe.threads import exclusive, unvalidated
 from tyxe.util import Inputs, at_least_float32, is_real
@@ -213,8 +214,7 @@ class BatchPotential:
     def __init__(
         self, potential: Potential, starts: Tensor, loader: Iterable[Any], device: Any
     ) -> None:
-        seeds = torch.randint(2**62, (len(starts),), device="cpu").tolist()
-        self._loaders = [OwnBatches(loader, device, seed) for seed in seeds]
+        self._loaders = [OwnBatches(loader, device, fresh_seed()) for _ in range(len(starts))]
         self._bnn, self._has_warned, self._step = potential.bnn, False, 0
         self._potential = potential
         self._latest = [own.take() for own in self._loaders]

@@ -15,6 +15,7 @@ from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.standin import detached_copies
 from tyxe.bnn.training import progress_bar
 from tyxe.check import described
+from tyxe.rng import fresh_seed
 from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import unvalidated
 from tyxe.util import reset_parameters_, tree_map_tensors
@@ -45,9 +46,7 @@ def _trained(
     potential: Potential, init: WarmStart, count: int, targets: Tensor, progress: bool | None
 ) -> Tensor:
     members = _stacked(potential, _reinitialised(potential.bnn, count))
-    generator = torch.Generator(members.device).manual_seed(
-        int(torch.randint(2**62, (), device="cpu"))
-    )
+    generator = torch.Generator(members.device).manual_seed(fresh_seed())
 
     def loss(flat: Tensor, rows: Tensor) -> Tensor:
         inputs = tree_map_tensors(lambda x: x[rows], potential.inputs)

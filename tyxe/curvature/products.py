@@ -35,7 +35,7 @@ from tyxe.likelihoods.output_hessian import output_hessian_product
 from tyxe.linalg import BlockDiagonal, LowRank
 from tyxe.linalg.lanczos import largest_eigenpairs
 from tyxe.processes import all_or_none, check_group, checksum, total
-from tyxe.rng import RandomStream
+from tyxe.rng import RandomStream, fresh_seed
 from tyxe.util import Inputs, at_least_float32, outside_inference
 
 # Of `CurvatureProducts`, whose Hessian may be indefinite.
@@ -104,7 +104,7 @@ class CurvatureProducts:
         self.blocks = ParamBlocks.of_sites(sites) if blocks is None else blocks
         self._group, self._has_forward_mode = check_group(group), True
         self._first: int | None = None
-        self._seed = int(torch.randint(2**62, (), device="cpu")) if curvature == "fisher" else 0
+        self._seed = fresh_seed() if curvature == "fisher" else 0
 
     @outside_inference(gradients=True)
     def __matmul__(self, vectors: Tensor) -> Tensor:

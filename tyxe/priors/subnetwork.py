@@ -13,6 +13,7 @@ from tyxe import check
 from tyxe.priors.base import Prior
 from tyxe.priors.selection import Parameter
 from tyxe.priors.sites import SitePrior
+from tyxe.rng import fresh_seed
 from tyxe.util import resolve_site_name
 
 _KNOWN = ("magnitude", "last", "random")
@@ -68,7 +69,7 @@ class SubnetworkPrior(Prior):
             )
         self.by, self.selection = by, prior.selection
         # The same weights whenever the prior is asked.
-        self._seed = int(torch.randint(2**62, (), device="cpu"))
+        self._seed = fresh_seed()
 
     def _arguments(self) -> str:
         by = self.by if isinstance(self.by, str) else "variance"
