@@ -26,8 +26,8 @@ METHODS = {
     "ML": ("which_method.md", "the plain net, to compare with"),
     "ML, temperature": ("calibrate.md", "calibrated probabilities of a trained classifier"),
     "Laplace, last layer": ("laplace.md", "a trained net that should know what it has not seen"),
-    "MC dropout": ("ensembles.md#dropout", "one line in a training that you do anyway"),
-    "SWAG": ("ensembles.md#swag", "snapshots of a training that you do anyway"),
+    "MC dropout": ("ensembles.md#dropout", "one line in a training run that you do anyway"),
+    "SWAG": ("ensembles.md#swag", "snapshots of a training run that you do anyway"),
     "IVON": ("guides.md#ivon", "mean field at the price of Adam"),
     "mean field, local reparam.": (
         "guides.md",
@@ -106,13 +106,13 @@ def table(folder):
         lines.append(f"| [{shown}]({folder}{page}) | {use} | {numbers} |")
     source = (
         "Train, predict and file are multiples of ML's times and file. (The row with a\n"
-        "temperature was timed beside other work; its times are ML's.) NLL, ECE and AUROC are\n"
-        "of nets trained on 5,000 images of FashionMNIST. The AUROC is that of telling notMNIST\n"
-        "from it, by the entropy, and for some rows and one seed by the mutual information (MI);\n"
-        "0.5 is a guess. The rank is the mean rank by NLL over six sets of regression,\n"
-        f"from 1, the best, to {len(regression)}. MCLMC ran on four of these, and its costs are\n"
-        "theirs. Laplace's file is large because it has a matrix of the last layer;\n"
-        '`structure="diag"` keeps it small.\n'
+        "temperature has ML's times; other work ran on the machine when it was timed.) NLL, ECE\n"
+        "and AUROC are of nets trained on 5,000 images of FashionMNIST. The AUROC is how well\n"
+        "the entropy tells notMNIST from FashionMNIST, where 0.5 is a guess. *By MI* uses the\n"
+        "mutual information instead, for some rows and one seed. The rank is the mean rank by\n"
+        f"NLL over six regression data sets, from 1, the best, to {len(regression)}. MCLMC ran on\n"
+        "four of these, and its costs were measured there. Laplace's file is large because it\n"
+        'holds a matrix of the last layer; `structure="diag"` keeps it small.\n'
         f"[Which method]({folder}which_method.md) has the other rows and sets, standard errors,\n"
         "and the commands."
     )
