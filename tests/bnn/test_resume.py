@@ -254,6 +254,7 @@ def test_a_scheduler_of_the_fit_goes_on_where_it_was(name):
         assert expected == pytest.approx([0.025 * (1 + cosine) for cosine in cosines])
     fit(killed, 3)
     resumed.load_checkpoint(states.through_a_file(killed.checkpoint()))
+    assert resumed.epochs_done == 3
     fit(resumed, 3)
     assert resumed.epochs_done == 6
     assert rates == expected

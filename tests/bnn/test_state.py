@@ -222,6 +222,7 @@ MISFITS = {
     "NaN in a prior": (with_value("net_prior._entries.0.base_dist__loc"), "has NaN; "),
     "a plain net": (lambda bnn: net().state_dict(), "goes into the net, before the BNN is built"),
     "an ensemble": (lambda bnn: bnn.to_ensemble(2).state_dict(), "into what to_ensemble returns"),
+    "a file's content": (lambda bnn: {"training": False, "content": {}}, r"call load\(path\)"),
     "a checkpoint": (lambda bnn: fitted().checkpoint(), "a checkpoint; pass it to load_checkpoint"),
     "another cap": (lambda bnn: fitted(CAPPED).state_dict(), r"None\) here and .*_scale=0\.3\)"),
     "a Laplace approximation": (laplace_state, r"\) here and that of another kind of BNN"),

@@ -208,6 +208,24 @@ def test_a_wrapped_regression():
     assert factor == pytest.approx(float(((y - mean) / scale).square().mean().sqrt()), rel=1e-5)
 
 
+@pytest.mark.parametrize("score", ["normalized", "cqr"])
+def test_a_wrapped_regression_that_predicts_its_noise(score):
+    likelihood = tyxe.likelihoods.HeteroskedasticGaussian(60)
+    model = bnn(likelihood, 2)
+    x, y = torch.randn(60, 3), torch.randn(60, 1)
+    q = likelihood.predictive_distribution(model.predict(x, num_predictions=0))
+    mean, scale = q.mean, q.stddev
+    wrapped = SplitConformal(score, 0.8).wrap(model, [(x, y)], num_predictions=0)
+    ends = mean - 1.2815516 * scale, mean + 1.2815516 * scale  # of a normal's 80 %
+    given = (mean, scale) if score == "normalized" else ends
+    own = SplitConformal(score, 0.8).fit(given, y)
+    torch.testing.assert_close(wrapped.predict(x), own.predict(given))
+    factor = ScaleFactor().wrap(model, [(x, y)], num_predictions=0)
+    exact = float(((y - mean) / scale).square().mean().sqrt())
+    assert factor.calibrator.factor == pytest.approx(exact, rel=1e-5)
+    torch.testing.assert_close(factor.predict(x), (mean, factor.calibrator.factor * scale))
+
+
 def test_unpacked_batches_and_wrong_kinds():
     model = bnn(tyxe.likelihoods.Categorical(60), 3)
     x, y = torch.randn(60, 3), torch.randint(3, (60,))
@@ -216,9 +234,9 @@ def test_unpacked_batches_and_wrong_kinds():
     )
     assert wrapped.predict(x).shape == (60, 3)
     for of_numbers in (SplitConformal("normalized"), ScaleFactor()):
-        with pytest.raises(TypeError, match="classes have sets, and no intervals"):
+        with pytest.raises(TypeError, match="classes: they have sets, and no intervals"):
             of_numbers.wrap(model, [(x, y)])
-    with pytest.raises(TypeError, match=r"a Linear; expected a BNN: for a plain net call fit\(pre"):
+    with pytest.raises(TypeError, match=r"expected a BNN: for any other model call fit\(pre"):
         TemperatureScaling().wrap(torch.nn.Linear(3, 3), [(x, y)])
     logits = (torch.nn.functional.one_hot(y, 3) + torch.randn(60, 3)).requires_grad_()
     assert TemperatureScaling().fit(logits, y).temperature > 0

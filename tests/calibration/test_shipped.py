@@ -23,6 +23,7 @@ DRAWS = torch.Generator().manual_seed(0)
 X, NOISE = torch.randn(60, 2, generator=DRAWS), torch.randn(60, 1, generator=DRAWS)
 CLASSES = [(X, (X[:, 0] + NOISE[:, 0] > 0).long())]
 NUMBERS = [(X, X[:, :1] + NOISE)]
+COUNTS = [(X, X[:, :1].abs().round())]
 
 
 def net(outputs):
@@ -49,6 +50,26 @@ CASES = {
     "sets": (partial(SplitConformal, "aps", 0.8, False), classifier, CLASSES),
     "factor": (ScaleFactor, regression, NUMBERS),
     "intervals": (partial(SplitConformal, level=0.8), regression, NUMBERS),
+}
+
+
+def predicted_noise():
+    return bnn(tyxe.likelihoods.HeteroskedasticGaussian(60), 2)
+
+
+def counts():
+    return bnn(tyxe.likelihoods.Poisson(60), 1)
+
+
+CASES |= {
+    "factor of predicted noise": (ScaleFactor, predicted_noise, NUMBERS),
+    "intervals of predicted noise": (partial(SplitConformal, level=0.8), predicted_noise, NUMBERS),
+    "quantiles": (partial(SplitConformal, "cqr", 0.8), predicted_noise, NUMBERS),
+    "intervals of counts": (
+        partial(SplitConformal, level=0.8),
+        counts,
+        COUNTS,
+    ),
 }
 
 
@@ -118,6 +139,8 @@ def test_files_of_others_change_nothing(tmp_path):
             fresh.load(path)
         assert all(map(torch.equal, before, fresh.bnn.parameters()))
         assert not any(v for n, v in vars(fresh.calibrator).items() if n == "temperature")
+    with pytest.raises(ValueError, match=r"of a TemperatureScaling: call Calibrated\(bnn, Temp"):
+        classifier().load(path)
     wrapped.calibrator.save(path)
     with pytest.raises(ValueError, match="of a calibrator alone"):
         Calibrated(classifier(), TemperatureScaling()).load(path)

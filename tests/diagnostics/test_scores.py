@@ -66,11 +66,14 @@ def test_of_classes():
     assert lines[0].startswith("log-likelihood")
 
 
-def test_of_numbers():
+@pytest.mark.parametrize("is_predicted", [False, True])
+def test_of_numbers(is_predicted):
     y = X[:, :1] + 0.1
-    model = bnn(likelihoods.HomoskedasticGaussian(40, scale=0.5), 1)
+    noise = likelihoods.HomoskedasticGaussian(40, scale=0.5)
+    likelihood = likelihoods.HeteroskedasticGaussian(40) if is_predicted else noise
+    model = bnn(likelihood, 1 + is_predicted)
     found = scores(model, halves(X, y), 0)
-    mean, scale = model.predict(X, num_predictions=0)
+    mean, scale = likelihood.mean_and_scale(model.predict(X, num_predictions=0))
     assert found["RMSE"] == pytest.approx(float(metrics.rmse(mean, y)), rel=1e-5)
     assert found["CRPS"] == pytest.approx(float(metrics.crps_gaussian(mean, scale, y)), rel=1e-5)
     inside = float(metrics.interval_coverage(mean, scale, y, 0.9))

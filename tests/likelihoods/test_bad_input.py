@@ -82,7 +82,7 @@ PREDICTED = (
     (
         lambda: Censored(UNIT).log_likelihood(COLUMN, COLUMN),
         VALUE,
-        r"of shape \(3, 1\) and expected \(3, 1, 2\)",
+        r"of shape \(3, 1\) and expected \(3, 1, 2\).*; make them by censored_targets",
     ),
     (lambda: Censored(COUNTS).log_likelihood(COLUMN, PAIRS), TYPE, "discrete"),
     (

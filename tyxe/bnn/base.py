@@ -400,6 +400,8 @@ class BNN(Saved, nn.Module):
             self._follow_prior(self.net_prior)
             if not isinstance(error, Exception):
                 raise
+            if set(state_dict) == {"training", "content"}:
+                raise RuntimeError("this is what is in a file of save: call load(path)") from None
             if "optimizer" in state_dict and "bnn" in state_dict:
                 raise RuntimeError("this is a checkpoint; pass it to load_checkpoint") from None
             ours = ("net.", "net_prior.", "net_guide.", "samples.")

@@ -210,7 +210,9 @@ class Saved:
         saved = files.read(path)
         averaged = isinstance(saved, dict) and saved.pop("averages_norms", False)
         if not isinstance(saved, dict) or set(saved) != {"training", "content"}:
-            raise ValueError(f"{path} was not written by the save of a BNN")
+            kind = saved.get("calibrator") if isinstance(saved, dict) else None
+            hint = f", but of a {kind}: call Calibrated(bnn, {kind}()).load(path)" if kind else ""
+            raise ValueError(f"{path} was not written by the save of a BNN{hint}")
         if not saved["training"]:
             self.load_state_dict(saved["content"])
         elif hasattr(self, "load_checkpoint"):

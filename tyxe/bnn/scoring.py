@@ -18,7 +18,7 @@ from tyxe import check
 from tyxe.bnn.batches import check_has_targets, is_loader
 from tyxe.bnn.replay import ReplayedDraws, map_batches
 from tyxe.data import Targets, Unpack, concatenate_targets
-from tyxe.likelihoods import Bernoulli, Joint, Likelihood, Ordinal
+from tyxe.likelihoods import Bernoulli, HeteroskedasticGaussian, Joint, Likelihood, Ordinal
 from tyxe.likelihoods.reductions import reduce_points
 from tyxe.predictive.scores import SCORES
 from tyxe.processes import all_or_none, check_group, total
@@ -108,6 +108,8 @@ def predicted(bnn: Any, batches: list[Any], **options: Any) -> Predicted:
     kept, rows = likelihood.counted(targets)
     if isinstance(likelihood, Bernoulli | Ordinal):
         kept = replace(kept, values=kept.values.long())
+    elif isinstance(likelihood, HeteroskedasticGaussian):
+        found = likelihood.mean_and_scale(found)
     return Predicted(likelihood, tree_map(lambda part: rows_of(part, rows, 0), found), kept)
 
 

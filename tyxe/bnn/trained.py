@@ -170,8 +170,8 @@ class TrainedBNN(SupervisedBNN):
 
     @property
     def epochs_done(self) -> int:
-        """Number of epochs fitted, with those before a checkpoint that the last fit took up."""
-        return self._epochs_done
+        """Number of epochs fitted, with those before a checkpoint that was loaded."""
+        return self._epochs_done if self._pending is None else int(self._pending["epoch"])
 
     def _end_epoch(self, epoch: int) -> None:
         self._epochs_done, self._pending = epoch + 1, None

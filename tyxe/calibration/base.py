@@ -89,7 +89,7 @@ class Calibrator(ABC):
         """
         if not hasattr(bnn, "_to_evaluate"):
             raise TypeError(
-                f"bnn is {described(bnn)}; expected a BNN: for a plain net call "
+                f"bnn is {described(bnn)}; expected a BNN: for any other model call "
                 "fit(predictions, y), or wrap a VariationalBNN with a prior that hides all"
             )
         if isinstance(bnn.likelihood, Joint):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class SplitConformal(Calibrator):
             are more likely (their default), or `"lac"`, one minus that of the class, whose sets are
             the smallest on average; of numbers: `"normalized"`, `|y - mu| / sigma`, from
             `(mean, scale)` (the default for pairs), or `"cqr"`, from two quantiles
-            `(lower, upper)`. Of several numbers `(n, ...)` the interval holds all at once.
+            `(lower, upper)`, of a BNN those of a Normal. Of several numbers `(n, ...)` the interval
+            holds all at once.
         level: the probability, between 0 and 1.
         randomized: count a random part of the class itself in `"aps"`, by torch's generator, as in
             the paper, and not all of it, so that sets are the same each time.
@@ -70,9 +72,13 @@ class SplitConformal(Calibrator):
         self.threshold: float | None = None
 
     def of(self, predictions: Any, likelihood: Likelihood) -> Any:
-        if not isinstance(predictions, Tensor):
-            return predictions
-        return likelihood.class_logits(predictions).softmax(-1)
+        if likelihood.has_classes and self.score not in NUMBER_SCORES:
+            return likelihood.class_logits(predictions).softmax(-1)
+        mean, scale = likelihood.mean_and_scale(predictions)
+        if self.score != "cqr":
+            return mean, scale
+        far = scale * NormalDist().inv_cdf((1 + self.level) / 2)
+        return mean - far, mean + far
 
     def fit(self, predictions: Any, y: Tensor | Targets) -> SplitConformal:
         kind = self.score or ("aps" if isinstance(predictions, Tensor) else "normalized")

@@ -84,7 +84,8 @@ class TemperatureScaling(Calibrator):
 class ScaleFactor(Calibrator):
     """Standard deviations times the factor of the best log-likelihood of held-out data.
 
-    For a Gaussian it is `sqrt(mean ((y - mu) / sigma)^2)`. Predictions are `(mean, scale)`.
+    For a Gaussian it is `sqrt(mean ((y - mu) / sigma)^2)`. Predictions are `(mean, scale)`, of BNNs
+    with other forms of predictions as well.
 
     Attributes:
         factor: above 1, the predictions were too certain; None before `fit`.
@@ -101,6 +102,9 @@ class ScaleFactor(Calibrator):
 
     def __init__(self) -> None:
         self.factor: float | None = None
+
+    def of(self, predictions: Any, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+        return likelihood.mean_and_scale(predictions)
 
     def fit(self, predictions: Any, y: Tensor | Targets) -> ScaleFactor:
         mean, scale, targets, counts = check_numbers(predictions, y)

@@ -81,6 +81,7 @@ class Likelihood(nn.Module, ABC):
     takes_infinity = False  # whether targets may be infinite
     has_target_hessian = False  # whether output Hessians depend on targets, see `hessian_counts`
     prepares_outputs = False  # whether what a net returns goes through `from_net`
+    shape_hint = "they have to be the same"  # where targets have another shape than predictions
     # Whether a loader's targets go through `from_loader` and `with_fit_weights`.
     prepares_targets = False
 
@@ -129,6 +130,25 @@ class Likelihood(nn.Module, ABC):
     def distribution_of(self, distribution: Any, targets: Tensor) -> Any:
         """Return the distribution of targets of a kind, such as probabilities of classes."""
         return distribution
+
+    def mean_and_scale(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
+        """Return means and standard deviations of numbers, `(n, ...)`, for aggregated predictions.
+
+        Raises:
+            TypeError: the targets are classes.
+
+        Example:
+            >>> from tyxe.likelihoods import Poisson
+            >>> Poisson(10).mean_and_scale(torch.tensor([4.0]).log())
+            (tensor([4.]), tensor([2.]))
+        """
+        if isinstance(predictions, tuple):
+            return predictions
+        if self.has_classes:
+            name = type(self).__name__
+            raise TypeError(f"the targets of {name} are classes: they have sets, and no intervals")
+        found = self.predictive_distribution(predictions, self.prior_means())
+        return found.mean, found.variance.sqrt()
 
     def class_logits(self, predictions: Predictions) -> Tensor:
         """Return predictions `(n, ...)` as logits of classes, `(n, ..., C)`.

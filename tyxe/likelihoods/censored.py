@@ -52,6 +52,7 @@ class Censored(Likelihood):
     """
 
     is_zero_outside = takes_infinity = has_target_hessian = True
+    shape_hint = "make them by censored_targets(values, left=, right=)"
 
     def __init__(self, base: Likelihood) -> None:
         check.one_of("base", base, Likelihood, "a likelihood of numbers")

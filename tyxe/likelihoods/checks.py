@@ -79,7 +79,7 @@ def shape_message(
     elif given == predictions[:1] + predictions[2:]:
         hint = "classes belong in the last dimension: return logits.movedim(1, -1)"
     else:
-        hint = "they have to be the same"
+        hint = likelihood.shape_hint
     return (
         f"{type(likelihood).__name__} got targets of shape {tuple(given)} and expected "
         f"{tuple(expected)}, by its predictions; {hint}"
