@@ -49,6 +49,28 @@ def test_links_give_class_probabilities(link):
     assert error.shape == (15,)
 
 
+@pytest.mark.parametrize("kind", ["classes", "binary"])
+def test_probabilities_have_no_gaussian_in_any_prediction(kind):
+    x, likelihoods = torch.randn(8, 2), tyxe.likelihoods
+    make, end, y = {
+        "classes": (likelihoods.Categorical, nn.Softmax(-1), torch.arange(8) % 2),
+        "binary": (likelihoods.Bernoulli, nn.Sigmoid(), torch.ones(8, 2)),
+    }[kind]
+    net = nn.Sequential(nn.Linear(2, 2), end)
+    bnn = tyxe.LaplaceBNN(net, NORMAL, make(8, logit_predictions=False), structure="full")
+    bnn.fit_curvature([(x, y)])
+    for predicts in (
+        lambda: bnn.predict(x),
+        lambda: bnn.predict(x, aggregate=False, joint=True),
+        lambda: bnn.sample_predictive(x),
+        lambda: bnn.ood_score(x),
+        lambda: bnn.refine([(x, y)]),
+    ):
+        with pytest.raises(ValueError, match="let the net return logits"):
+            predicts()
+    assert torch.equal(bnn.predict(x, num_predictions=0), net(x))
+
+
 def small(guide):
     """A regression whose posterior is not at its start."""
     torch.manual_seed(0)

@@ -36,7 +36,10 @@ def dense(products):
 
 def mlp(inputs=3, outputs=3):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    last = [] if outputs else [nn.Flatten(0)]  # one number for each point, `(n,)`
+    return nn.Sequential(
+        nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, outputs or 1), *last
+    ).double()
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -56,6 +59,7 @@ def test_of_any_net_they_are_those_of_the_matrix(name):
 LIKELIHOODS = {
     "classes": (tyxe.likelihoods.Categorical(12), 3, lambda n: torch.randint(3, (n,))),
     "two classes": (tyxe.likelihoods.Bernoulli(12), 2, lambda n: torch.rand(n, 2).round()),
+    "a label": (tyxe.likelihoods.Bernoulli(12), 0, lambda n: torch.rand(n).round()),
     "counts": (tyxe.likelihoods.Poisson(12), 1, lambda n: torch.ones(n, 1)),
     "noises": (
         tyxe.likelihoods.HomoskedasticGaussian(12, scale=torch.tensor([0.5, 2.0]).double()),

@@ -277,6 +277,19 @@ def test_refining_what_is_exact_changes_nothing(method, temperature):
     torch.testing.assert_close(refined.mean, torch.linalg.solve(precision, right), **TIGHT)
 
 
+def test_weights_of_1_and_a_label_that_could_be_ignored_are_none():
+    ignoring = tyxe.likelihoods.Categorical(10, ignore_index=-100)
+    bnn, x, y = fitted()
+    bnn.likelihood = ignoring
+    found = [bnn.refine(data).mean for data in ([(x, y)], [(x, y, torch.ones(10))])]
+    bnn.likelihood = tyxe.likelihoods.Categorical(10)
+    expected = bnn.refine([(x, y)]).mean
+    assert all(torch.equal(mean, expected) for mean in found)
+    bnn.likelihood = ignoring
+    with pytest.raises(ValueError, match="counts each point once"):
+        bnn.refine([(x, y.index_fill(0, torch.tensor([3]), -100))])
+
+
 def test_weights_that_have_changed_since():
     bnn, x, y = fitted()
     refined = bnn.refine([(x, y)], structure="diag")

@@ -21,6 +21,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.checks import check_batch
 from tyxe.linalg import Operator
 from tyxe.predictive import refine_laplace, refine_variational
+from tyxe.predictive.gaussian import check_logits
 from tyxe.predictive.gp import Features, GPPredictive, hessian_root, output_features
 from tyxe.predictive.linear_model import LinearModel
 from tyxe.util import Inputs, tree_map_tensors
@@ -165,6 +166,7 @@ def refined(
     """Compute the posterior of `LaplaceBNN.refine`."""
     check.choice("method", method, METHODS)
     _check_holds_data(state)
+    check_logits(bnn.likelihood)
     if state.curvature_weight != 1:
         raise ValueError(
             f"curvature_weight is {state.curvature_weight:g}: it weighs the curvature and not the "
@@ -189,7 +191,9 @@ def linear_model(
         check_batch(bnn.likelihood, linear.outputs.detach(), labels)
         if bnn.likelihood.has_target_hessian:
             raise TypeError("refine takes no censored targets: predict with 'glm' or 'bnn'")
-        if bnn.likelihood.observed(labels).counts() is not None:
+        observed = bnn.likelihood.observed(labels)
+        counts = observed.counts_within()
+        if counts is not None and not bool((counts == 1).all()):
             raise ValueError(
                 "refine counts each point once: leave out weights, and points that do not count"
             )
@@ -203,7 +207,7 @@ def linear_model(
         )
         rows.append(jacobian(linear).detach())
         outputs.append(linear.outputs.detach())
-        targets.append(labels)
+        targets.append(observed.values)
     loc, mean, precision = (v.to(rows[0]) for v in (state.loc, *independent_terms(state.prior)))
     data = torch.cat(rows), torch.cat(outputs)
     weight = bnn.likelihood.dataset_size / len(data[0]) / state.temperature

@@ -217,8 +217,8 @@ class CurvatureProducts:
         with RandomStream(self._seed + index):
             (gradient,) = CURVATURES[self.curvature](likelihood, outputs, once)
         gradient = roots * gradient.detach()
-        points = (len(outputs), *[1] * (outputs.dim() - 1))
-        return lambda v: gradient * (gradient * v).flatten(1).sum(1).view(points)
+        within = (*range(1, outputs.dim()),)
+        return lambda v: gradient * ((gradient * v).sum(within, True) if within else gradient * v)
 
 
 @functools.cache

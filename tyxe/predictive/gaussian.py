@@ -30,6 +30,15 @@ def check_link(link: str) -> None:
     check.choice("link", link, CLASS_LINKS)
 
 
+def check_logits(likelihood: Likelihood) -> None:
+    """Raise a ValueError where the net returns probabilities, which have no Gaussian."""
+    if likelihood.has_probabilities:
+        raise ValueError(
+            "a Gaussian over probabilities leaves [0, 1]: let the net return logits, and the "
+            "likelihood have logit_predictions=True; or predict with predictive='bnn'"
+        )
+
+
 class LinkOptions(NamedTuple):
     """The arguments of `predict_from_gaussian` of the same names."""
 
@@ -101,6 +110,8 @@ def predict_from_gaussian(
     sizes = (*mean.shape[:-1], *mean.shape[-1:] * 2) if mean.dim() > 1 else (len(mean), 1, 1)
     check.shape("covariance", covariance, sizes, ", of the outputs of each point")
     outputs = GaussianOutputs(mean, covariance, LinkOptions(link, num_samples, latents or {}))
+    if num_samples:
+        check_logits(likelihood)
     predict = gaussian_prediction if num_samples else _averaged
     return predict(likelihood, outputs)
 
@@ -118,14 +129,12 @@ def _averaged(likelihood: Likelihood, outputs: GaussianOutputs) -> Any:
 
 @gaussian_prediction.register
 def _(likelihood: Categorical, outputs: GaussianOutputs) -> Tensor:
-    _check_logits(likelihood)
     link = CLASS_LINKS[outputs.options.link]
     return link(outputs.mean, outputs.covariance, outputs.options.num_samples)
 
 
 @gaussian_prediction.register
 def _(likelihood: Bernoulli, outputs: GaussianOutputs) -> Tensor:
-    _check_logits(likelihood)
     link = BINARY_LINKS[outputs.options.link]
     return link(outputs.mean, outputs.variance(), outputs.options.num_samples)
 
@@ -164,11 +173,3 @@ def gaussian_parts(
         own = options._replace(latents=of_part(options.latents, name))
         yield name, GaussianOutputs(loc, blocks, own)
         place += size
-
-
-def _check_logits(likelihood: Categorical | Bernoulli) -> None:
-    if not likelihood.logit_predictions:
-        raise ValueError(
-            "a Gaussian over probabilities leaves [0, 1]: let the net return logits, and the "
-            "likelihood have logit_predictions=True; or predict with predictive='bnn'"
-        )
