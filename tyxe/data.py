@@ -1,4 +1,4 @@
-"""What batches hold, and what a net returns: inputs, targets, weights and predictions."""
+"""The contents of batches and outputs of nets: inputs, targets, weights and predictions."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Output = str | int | Callable[[Any], Any]
 class Targets:
     """Targets of which some count more often than others, or not at all.
 
-    A weight of 2 is the point twice; one of 0, and a mask, are its absence.
+    A weight of 2 counts the point twice; a weight of 0 or a mask leaves it out.
 
     Attributes:
         values: `(n, ...)`.
         weights: how often each point counts, `(n,)`, from 0; None for once each.
-        mask: which numbers within points count, or how much, of the shape of the values or of their
-            first dimensions; None for all.
-        is_observed: whether the mask has all that is left out, and what is has a value that counts,
-            see `Likelihood.observed`.
+        mask: which numbers within points count, or how much, with the shape of the values or of
+            their first dimensions; None for all.
+        is_observed: whether the mask is complete and excluded values replaced:
+            `Likelihood.observed`.
     """
 
     values: Tensor
@@ -43,7 +43,7 @@ class Targets:
 
     @staticmethod
     def of(targets: Tensor | Targets) -> Targets:
-        """Return targets with weights, which plain ones have not."""
+        """Return targets as `Targets`; plain ones have no weights."""
         return targets if isinstance(targets, Targets) else Targets(targets)
 
     def __len__(self) -> int:
@@ -88,20 +88,20 @@ class Targets:
         return replace(self, mask=mask)
 
     def weighted(self, each: Tensor) -> Targets:
-        """Return the targets with points `(n,)`, or numbers within them, that count so often."""
+        """Return the targets with weights of points `(n,)`, or of numbers within them."""
         if each.dim() > 1:
             return self.masked(each)
         return replace(self, weights=each if self.weights is None else each * self.weights)
 
     def masked_by_vectors(self) -> Targets:
-        """Return targets of vectors along the last dimension, of which all counts or nothing."""
+        """Return targets of vectors along the last dimension, which count as a whole or not."""
         if self.mask is None or not 1 < self.mask.dim() == self.values.dim():
             return self
         return replace(self, mask=self.mask.amin(-1))
 
     @property
     def has_whole_points(self) -> bool:
-        """Whether a point counts as a whole or not at all, but for its weight."""
+        """Whether each point counts as a whole or not at all, apart from its weight."""
         return self.mask is None or (self.mask.dim() == 1 and self.mask.dtype == torch.bool)
 
     @property
@@ -111,7 +111,7 @@ class Targets:
         return self.weights is not None or is_graded
 
     def counts(self) -> Tensor | None:
-        """Return how often each point counts, `(n,)`: not at all where all of it is left out."""
+        """Return how often each point counts, `(n,)`: not at all if all of it is left out."""
         if self.mask is None:
             return self.weights
         kept = self.mask > 0 if self.mask.dim() == 1 else (self.mask > 0).flatten(1).any(1)
@@ -281,7 +281,7 @@ class Unpacked:
 
     Args:
         loader: any iterable of batches.
-        unpack: from a batch to `inputs, targets` or `inputs, targets, weights`.
+        unpack: a function from a batch to `inputs, targets` or `inputs, targets, weights`.
 
     Raises:
         TypeError: not a function.
@@ -360,7 +360,7 @@ class UnpackedList(list[Any]):
 
 
 def unpacked(loader: Any, unpack: Unpack | None) -> Any:
-    """Return a loader whose batches go through `unpack`, or itself where there is none."""
+    """Return a loader whose batches go through `unpack`, or the loader itself without one."""
     if unpack is None or loader is None:
         return loader
     if isinstance(loader, Tensor | Mapping | tuple) or not hasattr(loader, "__iter__"):
@@ -379,7 +379,7 @@ class Picking:
         self.output = check.one_of("output", output, (str, int, Callable), expected)
 
     def __call__(self, net: nn.Module, inputs: Any, found: Any) -> Any:
-        """Return the predictions in what the net returns."""
+        """Return the predictions in the net's output."""
         if callable(self.output):
             return self.output(found)
         try:

@@ -33,7 +33,7 @@ NET = "_tyxe_net"  # where a BNN says which of its parts is the net
 def last_layer(net: nn.Module) -> nn.Module:
     """Return the layer that a net names last among those with a matrix of weights.
 
-    For most nets this is the layer that computes the outputs; for others, name that layer yourself.
+    In most nets this layer computes the outputs; for others, name that layer yourself.
 
     Raises:
         ValueError: no part of the net has a weight of two dimensions or more.
@@ -171,7 +171,7 @@ def _stacked_maps(weight: Tensor, module: nn.Module | None) -> int:
 
 
 def layer_weight(module: nn.Module, name: str) -> Tensor:
-    """Return the weight whose fans a parameter takes: for a `bias`, the layer's `weight`."""
+    """Return the weight whose fans a parameter has: for a `bias`, the layer's `weight`."""
     parameters = dict(module.named_parameters(recurse=False))
     sibling = parameters.get(name.replace("bias", "weight"))
     return parameters[name] if sibling is None else sibling
@@ -192,7 +192,7 @@ def calculate_prior_std(
         method: `"radford"`, `"xavier"` or `"kaiming"`.
         weight: the layer's weight.
         module: the layer, for `fan_in_fan_out`.
-        nonlinearity: that follows the layer, by its name in `torch.nn.init.calculate_gain`.
+        nonlinearity: the one after the layer, by its name in `torch.nn.init.calculate_gain`.
 
     Raises:
         ValueError: an unknown method.
@@ -223,14 +223,13 @@ def std_from_fans(method: str, fan_in: float, fan_out: float, nonlinearity: str 
 
 
 def reset_parameters_(net: nn.Module, names: Iterable[str] | None = None) -> nn.Module:
-    """Start a net anew, in place: call `reset_parameters()` of every module that has it.
+    """Reset a net in place: call `reset_parameters()` of every module that has it.
 
-    Members of an ensemble need starts of their own; of a trained body with a new head, pass the
-    head alone.
+    Members of an ensemble need different starts. For a trained body and a new head, pass the head.
 
     Args:
         net: the net, or a part of it.
-        names: the parameters that have to be reached; all by default.
+        names: the parameters that have to be reset; all by default.
 
     Returns:
         The net.
@@ -403,7 +402,7 @@ def with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def outside_inference(gradients: bool | None = None) -> Iterator[None]:
-    """Leave `torch.inference_mode`, whose tensors can be in no graph; a decorator as well.
+    """Leave `torch.inference_mode`, whose tensors cannot be in a graph; also a decorator.
 
     Gradients are recorded inside as outside, or as `gradients` says.
     """

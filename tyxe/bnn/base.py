@@ -1,4 +1,4 @@
-"""The base class of wrappers: a copy of the net, whose stand-ins run with draws of its sites."""
+"""The base class of wrappers: a copy of the net, which runs with draws of its sites."""
 
 from __future__ import annotations
 
@@ -79,21 +79,20 @@ def set_train_mode(bnn: BNN) -> None:
 class BNN(Saved, nn.Module):
     """Base of all wrappers: a net with a prior.
 
-    The net is copied, and the copy keeps its class, forward and hooks. Parameters that the prior
-    exposes are sites, in whose places draws are put while the net runs. At other times they have
-    the values of the given net, which are not trained. Gradients of the copy's embeddings are
-    dense.
+    The net is copied, with its class, forward and hooks. Parameters that the prior exposes are
+    sites: while the net runs, they are replaced by draws. At other times they keep the values of
+    the given net, which are not trained. Embeddings of the copy have dense gradients.
 
     Args:
         net: any module with parameters.
         prior: a prior of `tyxe.priors`, which says which parameters are sites.
         name: prefix of all site names.
-        output: the predictions in what the net returns, where that is more than one tensor: a name,
-            such as `"logits"`, an index, or a function.
+        output: picks the predictions from the net's output, if that is more than one tensor: a
+            name, such as `"logits"`, an index, or a function.
 
     Raises:
         TypeError: not a module, or not a prior; sites or trainable parameters of a scripted module.
-        ValueError: the net has no parameters, or these no values; the prior does not fit it.
+        ValueError: the net has no parameters, or they have no values; the prior does not fit.
     """
 
     @outside_inference()
@@ -278,7 +277,7 @@ class BNN(Saved, nn.Module):
 
     @outside_inference()
     def update_prior(self, prior: Prior) -> None:
-        """Replace the priors of the sites, which stay the same parameters.
+        """Replace the priors of the sites; the choice of sites does not change.
 
         Args:
             prior: a prior that fits every site; its hide and expose rules have no effect.

@@ -24,7 +24,7 @@ T = TypeVar("T")
 def is_loader(inputs: Inputs) -> bool:
     """Whether inputs are a loader: a list, or iterable but no tensor, container or graph.
 
-    An array of another library is a TypeError: its rows are no batches.
+    An array of another library is a TypeError: its rows are not batches.
     """
     if hasattr(inputs, "__array__") and not isinstance(inputs, Tensor):
         given = described(inputs)
@@ -72,9 +72,9 @@ def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any,
 
 
 def device_for(bnn: Any, given: Any = None) -> Any:
-    """Return where a BNN's batches go: to a device that is given, or to that of its parameters.
+    """Return the device for a BNN's batches: the given one, or that of its parameters.
 
-    Those of a BNN whose parameters are on several devices stay where they are, which is None.
+    It is None if the parameters are on several devices: then batches stay where they are.
     """
     if given is not None:
         return torch.empty(0, device=given).device  # or PyTorch's error, before anything else
@@ -92,12 +92,12 @@ def _moved(leaf: Any, device: Any) -> Any:
 
 
 def on_device(tree: Any, device: Any) -> Any:
-    """Return what a batch holds on a device; as it is where that is None."""
+    """Return the contents of a batch on a device, or unchanged for None."""
     return tree if device is None else tree_map_tensors(partial(_moved, device=device), tree)
 
 
 def length_of(loader: Any) -> int | None:
-    """Return how many batches a loader says that it has, or None."""
+    """Return the length of a loader, or None if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # such as those over an `IterableDataset`
@@ -105,7 +105,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def copied(batch: Any) -> Any:
-    """Return copies of what a batch holds, which stay when a loader fills the same memory again."""
+    """Return copies of a batch's contents, in case a loader fills the same memory again."""
     return tree_map(
         lambda leaf: leaf.clone() if hasattr(leaf, "clone") else copy.deepcopy(leaf), batch
     )
@@ -121,7 +121,7 @@ _EMPTY = "the loader is empty; expected a batch or more (a generator can be used
 
 
 def check_iterable(loader: Any, name: str = "data_loader") -> None:
-    """Raise a TypeError for what yields no batches."""
+    """Raise a TypeError for objects that do not yield batches."""
     _check_no_dataset(loader)
     expected = "an iterable of (inputs, targets), such as a torch.utils.data.DataLoader or [(x, y)]"
     check.one_of(name, loader, Iterable, expected)
@@ -149,7 +149,7 @@ def _checked(batch: Any, device: Any) -> tuple[Any, Any]:
 
 
 class OwnBatches:
-    """Batches of a loader, epoch after epoch, in an order that a seed of their own gives.
+    """Batches of a loader, epoch after epoch, in an order given by their own seed.
 
     Neither other users of PyTorch's generators nor an interrupt between two batches change it.
     `in_epoch` is the number of points of the latest whole epoch; None before its end.
@@ -189,7 +189,7 @@ class OwnBatches:
         return found
 
     def close(self) -> None:
-        """Let go of the loader's iterator, with its workers; the next batch is of a new epoch."""
+        """Close the loader's iterator and its workers; the next batch starts a new epoch."""
         self._iterator = iter(())
         if isinstance(self._loader, DataLoader):
             self._loader._iterator = None

@@ -24,7 +24,7 @@ READ_EVERY, READ_BYTES = 16, 2**26
 
 
 def can_capture(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether steps of an optimiser can be a part of a graph, and be left out by a flag there."""
+    """Whether steps of an optimiser can be captured in a graph, and skipped there by a flag."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -66,7 +66,7 @@ class CapturedSteps:
         self.has_ended = False  # whether no step is captured any more
 
     def __call__(self, step: CompiledStep, batch: Any) -> ElboTerms | None:
-        """Make a step on a batch and return its terms, or None where there is no graph of it."""
+        """Make a step on a batch and return its terms, or None if it has no graph."""
         options = _options_of(self.optimizer)
         places = [tensor.data_ptr() for tensor in _tensors_of(step, self.optimizer)]
         captured = self._captures.get(step.program)
@@ -112,7 +112,7 @@ class CapturedSteps:
         return unread[good] if good < len(unread) else None
 
     def leave(self, parameters: Iterable[Tensor]) -> None:
-        """Give gradients a place of their own, so that they are not those of a later step."""
+        """Copy the gradients, so that later steps do not overwrite them."""
         for parameter in parameters:
             parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 

@@ -30,9 +30,9 @@ from tyxe.util import SiteTensors, is_discrete
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A file that samples are mapped from; where it was cut, a read would end the process.
+    """A file that samples are mapped from; if it was truncated, a read would end the process.
 
-    It was made at `path`, may be deleted there, and is known to its file system by `number`.
+    It was made at `path`, may have been deleted there, and has the inode `number`.
     """
 
     path: str
@@ -123,7 +123,7 @@ def _each_its_own(samples: Samples, state: dict[str, Any], prefix: str, _: Any) 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of `MCMC_BNN.fit` for kernels of `tyxe.samplers`, which it lists."""
+    """The options of `MCMC_BNN.fit` for kernels of `tyxe.samplers`; they are explained there."""
 
     thinning: int = check.field(1, check.count)
     init: Any = None
@@ -146,12 +146,12 @@ class RunOptions:
 
 @dataclass(frozen=True, repr=False)
 class MCMCRun:
-    """The chains of a fit by a kernel of `tyxe.samplers`, which `MCMC_BNN.fit` returns.
+    """The chains that `MCMC_BNN.fit` returns for a kernel of `tyxe.samplers`.
 
     Attributes:
         run: the sampler's run, with the state of its chains.
         potential: its target.
-        data: the inputs and targets of that, or the loader of its mini-batches.
+        data: inputs and targets of the potential, or the loader of its mini-batches.
         file: where the samples are, if they are not in memory.
     """
 
@@ -170,20 +170,20 @@ class MCMCRun:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """What the kept transitions tell, such as `acceptance`, each `(chains, samples)`."""
+        """Statistics of the kept transitions, such as `acceptance`, each `(chains, samples)`."""
         found = self.run.kept.statistics[:, : self.run.num_kept].unbind(-1)
         return dict(zip(self.run.kernel.statistics, found, strict=True))
 
     @property
     def potentials(self) -> Tensor:
-        """The samples' negative log joints, `(chains, samples)`, in nats; of a batch, estimates."""
+        """Negative log joints, `(chains, samples)`, in nats; estimates for mini-batches."""
         return self.run.kept.potentials[:, : self.run.num_kept]
 
     def get_samples(self, group_by_chain: bool = False) -> dict[str, Tensor]:
         """Return samples by joint name, `(chains * samples, ...)`, or `(chains, samples, ...)`.
 
         Raises:
-            RuntimeError: they were in a file that was cut.
+            RuntimeError: they were in a file that was truncated.
         """
         self._check_file()
         found = self.potential.unflatten(self.run.kept.positions[:, : self.run.num_kept])
@@ -249,7 +249,7 @@ class MCMCRun:
         return {name: f"{value:.2g}" for name, value in found.items()}
 
     def warn_of_result(self) -> None:
-        """Warn, with the remedy, of what makes samples less than they seem.
+        """Warn, with the remedy, if the samples have a problem.
 
         Mini-batches: noise would hide from R-hat that chains disagree; see `MCMC_BNN.summary`.
         """

@@ -150,7 +150,7 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
 
 
 class Saved:
-    """A module that is saved to files, whole or not at all."""
+    """A module that is saved to files, never in part."""
 
     state_dict: Any
     load_state_dict: Any
@@ -165,16 +165,16 @@ class Saved:
     def save(self, path: str | os.PathLike[str], training: bool = False) -> None:
         """Save the state to a file, which `load` reads; an earlier file is replaced at the end.
 
-        A process that is killed while it saves, or a full disk, leaves the earlier file, whose mode
-        is kept; a link's target is written.
+        If the process is killed meanwhile, or the disk is full, the earlier file stays. Its mode is
+        kept. If `path` is a link, its target is written.
 
         Args:
             path: the file.
-            training: save the `checkpoint` that `fit` goes on from as well.
+            training: also save the `checkpoint` from which `fit` continues.
 
         Raises:
             OSError: the file cannot be written, or is a folder, a device or the like.
-            TypeError: `training` for a wrapper whose `fit` cannot be gone on with.
+            TypeError: `training` for a wrapper whose `fit` cannot be resumed.
 
         Example:
             >>> import tempfile, torch.nn as nn, pyro.distributions as dist, tyxe
@@ -199,13 +199,13 @@ class Saved:
     @outside_inference()
     @check.arguments
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load what `save` has written; the next `fit` goes on from a training's checkpoint.
+        """Load a file of `save`; the next `fit` continues from a checkpoint in it.
 
         Raises:
             FileNotFoundError: there is no file.
-            ValueError: the file is damaged, or not written by `save`, or by a newer version's.
-            RuntimeError: it is the state of another BNN, or has NaN or infinities in it. No error
-                leaves anything changed.
+            ValueError: the file is damaged, not written by `save`, or of a newer version.
+            RuntimeError: it is the state of another BNN, or contains NaN or infinities. Errors
+                leave everything unchanged.
         """
         saved = files.read(path)
         averaged = isinstance(saved, dict) and saved.pop("averages_norms", False)

@@ -1,4 +1,4 @@
-"""Monte Carlo dropout: masks that stay random in eval mode, while all else of a net is in it."""
+"""Monte Carlo dropout: masks stay random, while everything else is in eval mode."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _OPERATORS = {getattr(torch, name) for name in _NAMES_BELOW.split()}
 class DropoutBNN(VariationalBNN):
     """A net whose dropout stays random when it predicts: Monte Carlo dropout.
 
-    A forward draws masks for every row; `num_predictions` forwards are as many draws. `fit` is
-    maximum likelihood with dropout, where the optimiser's `weight_decay` stands for the prior.
-    Random are modules of dropout, those inside of attention and recurrent layers, and functional
-    dropout; everything else is in eval mode. Arguments are those of `SupervisedBNN`, without prior.
+    A forward draws masks for every row, and each forward is one draw. `fit` is maximum likelihood
+    with dropout; the optimiser's `weight_decay` acts as the prior. Dropout modules, dropout inside
+    attention and recurrent layers, and functional dropout are random; everything else is in eval
+    mode. Arguments are those of `SupervisedBNN`, without prior.
 
     Raises:
-        ValueError: at the first forward, a net in which nothing drops.
+        ValueError: at the first forward, a net without active dropout.
 
     Reference:
         Gal, Ghahramani 2016.
@@ -115,7 +115,7 @@ class DropoutBNN(VariationalBNN):
         return self.to_ensemble(1) if sample else super().to_module()
 
     def to_ensemble(self, num_draws: int | None = None, **options: Any) -> Any:
-        """Raise a TypeError: masks are of forwards, so that there are no weights to take along."""
+        """Raise a TypeError: masks are drawn in each forward, so there are no draws of weights."""
         raise TypeError(
             "dropout draws masks in every forward, and there are no draws of weights to take "
             "along: call predict, or to_module() for the net without dropout"
@@ -123,11 +123,10 @@ class DropoutBNN(VariationalBNN):
 
 
 class RandomDropout(TorchFunctionMode):
-    """Let functional dropout of a net drop in all modes, and count in `met` what does.
+    """Let functional dropout of a net drop in all modes, and count its uses in `met`.
 
-    Modules that drop by their mode are to be in train mode besides. Not reached is what a forward
-    of its own makes of its `training` flag, such as the rate that it gives to
-    `scaled_dot_product_attention`.
+    Dropout modules have to be in train mode too. A rate that a forward computes from its own
+    `training` flag, as for `scaled_dot_product_attention`, is not changed.
     """
 
     def __init__(self, net: nn.Module) -> None:

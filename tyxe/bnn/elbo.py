@@ -24,7 +24,7 @@ class ElboTerms(NamedTuple):
     Attributes:
         data: expected log-likelihood, in nats, scaled to the whole data set.
         kl: divergence of the guide from the prior, in nats.
-        points: number of data points of the batch that count: a sum, where there are weights.
+        points: number of data points of the batch that count, or the sum of their weights.
         values: the guide's draws by site.
     """
 
@@ -45,11 +45,11 @@ def elbo_terms(
     """Estimate both terms of the ELBO from one draw of the guide.
 
     `sum_n E_q log p(y_n | f(x_n, w)) - KL(q || p)` [T 4.6, VL 10]. The terms of a site are scaled
-    and masked as by plates and other handlers. The KL of a latent site is in closed form where
-    `torch.distributions.kl` knows the pair, else `log q(w) - log p(w)` at the draw; sites that a
-    `JointDistribution` couples, as posterior or prior, have one KL together. The result equals that
-    of Pyro's `Trace_ELBO` (without closed forms) and `TraceMeanField_ELBO` on the same draws,
-    except that the latter leaves out the log-density of deltas, which has the Jacobians of Pyro's
+    and masked as by plates and other handlers. The KL of a latent site is in closed form if
+    `torch.distributions.kl` knows the pair, and otherwise `log q(w) - log p(w)` at the draw. Sites
+    that a `JointDistribution` couples, as posterior or prior, have one common KL. The result equals
+    that of Pyro's `Trace_ELBO` (without closed forms) and `TraceMeanField_ELBO` on the same draws.
+    But the latter leaves out the log-density of deltas, which holds the Jacobians of Pyro's
     autoguides on constrained sites.
 
     The terms are differentiable in the parameters of model and guide.
@@ -83,7 +83,7 @@ def draw_terms(
     closed_form_kl: bool,
     **kwargs: Any,
 ) -> ElboTerms:
-    """Compute `elbo_terms`, without a look at its arguments in every step of a fit."""
+    """Compute `elbo_terms` without checking its arguments in every step of a fit."""
     # A program that is wrapped in a trace raises other errors than its own, with a table of shapes.
     with poutine.trace() as guide_messenger:
         guide(*args, **kwargs)

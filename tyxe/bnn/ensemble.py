@@ -1,4 +1,4 @@
-"""Ensembles: a mixture of posteriors that are fitted apart."""
+"""Ensembles: a mixture of posteriors that are fitted separately."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from tyxe.util import Inputs, outside_inference
 class EnsembleBNN(Derived, Saved, nn.Module):
     """A mixture of BNNs of any kind, such as nets trained from different starts.
 
-    Members of maximum likelihood are a deep ensemble; of SWAG, Multi-SWAG; of Laplace, a mixture of
-    Gaussians. `num_predictions` counts draws of each member everywhere, and all other arguments are
-    those of the members.
+    With members of maximum likelihood it is a deep ensemble; with SWAG, Multi-SWAG; with Laplace, a
+    mixture of Gaussians. `num_predictions` always counts draws of each member. All other arguments
+    are those of the members.
 
     Args:
-        make_member: makes the BNN of a number from 0. Nets need starts of their own: make one
-            anew, or `tyxe.util.reset_parameters_(net)`, perhaps of its head alone.
+        make_member: makes the BNN for an index, from 0. Nets need different starts: make a new net,
+            or call `tyxe.util.reset_parameters_(net)`, perhaps on its head only.
         num_members: how many.
-        weights: of the members, not negative; equal by default.
+        weights: weights of the members, not negative; equal by default.
 
     Raises:
-        TypeError: `make_member` makes something else than a BNN that predicts.
-        ValueError: fewer than one member; members that share parameters, or have likelihoods of
-            several kinds; weights that do not fit.
+        TypeError: `make_member` does not return a BNN that predicts.
+        ValueError: fewer than one member; members that share parameters, or have different kinds of
+            likelihood; weights that do not fit.
 
     Reference:
         Lakshminarayanan, Pritzel, Blundell 2017; Wilson, Izmailov 2020, for other members.
@@ -123,33 +123,34 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         process_group: Any = None,
         **options: Any,
     ) -> list[Any]:
-        """Fit one member after the other, or all at once, each from a seed of its own.
+        """Fit one member after the other, or all at once, each with its own seed.
 
         Args:
             data_loader, arguments, options: those of the members' fit.
-            resume: go on with the members that the last fit, or a loaded one, has not finished.
-            member_callback: called as `member_callback(ensemble, index)` after each member, such as
-                to save what a killed program goes on from: `ensemble.save(path, training=True)`.
+            resume: fit the members that the last fit, or a loaded one, has not finished.
+            member_callback: called as `member_callback(ensemble, index)` after each member, for
+                example to save what a killed program resumes from:
+                `ensemble.save(path, training=True)`.
             vectorize: train `VariationalBNN`s together in stacked tensors, which is faster for
-                small nets, with the same result but for rounding and for random numbers inside of
-                steps. `optim` has to treat every number by itself, as SGD and Adam do; the other
+                small nets. Results are the same except for rounding and random numbers inside
+                steps. `optim` has to treat every number separately, as SGD and Adam do; the other
                 arguments are `num_epochs`, `device`, `beta`, `clip_norm`, `progress`, `unpack`,
-                `validation`, `patience` and `restore_best`. The step is traced first, so
-                that short fits are faster in the loop.
-            process_group: processes of `torch.distributed`, each with a loader of all data, which
-                share out the members; all of them have all members at the end, as one would have
-                fitted them from the first process's seeds.
+                `validation`, `patience` and `restore_best`. The step is traced first, so short fits
+                are faster in the loop.
+            process_group: processes of `torch.distributed`, each with a loader of all data, among
+                which the members are divided. At the end all have all members, as one process would
+                have fitted them with the first process's seeds.
 
         Returns:
-            What the members' fits have returned, of those that were left.
+            The results of the members' fits, for the members that were left.
 
         Raises:
-            TypeError: `vectorize` with members, or arguments, that it does not take, such as
+            TypeError: `vectorize` with members or arguments that it does not support, such as
                 processes.
-            ValueError: `vectorize` with nets that `torch.vmap` does not take, or with members that
-                differ in more than the values of their tensors.
-            RuntimeError: `resume`, and there is nothing left; another process has failed. Errors
-                and interrupts leave a member as it was before its fit, and the earlier ones fitted.
+            ValueError: `vectorize` with nets that `torch.vmap` does not support, or with members
+                that differ in more than the values of their tensors.
+            RuntimeError: `resume` with nothing left to fit; another process has failed. Errors and
+                interrupts leave a member as it was before its fit, and earlier members fitted.
         """
         check.one_of("member_callback", member_callback, Callable | None, "a function, or None")
         check.flags(resume=resume, vectorize=vectorize)
@@ -255,7 +256,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
     def sample_predictive(
         self, *inputs: Any, num_samples: int = 100, batch_size: int | None = None, **options: Any
     ) -> Tensor:
-        """Draw targets from the mixture, `(num_samples, n, ...)`, in an order by members.
+        """Draw targets from the mixture, `(num_samples, n, ...)`, ordered by member.
 
         Args:
             inputs, batch_size, options: those of the members' `sample_predictive`.
@@ -323,9 +324,9 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         return evaluated(self, score, input_data, y, *how)
 
     def draw_weights(self, count: int) -> Tensor | None:
-        """Return how much each of so many draws counts, which sum to one; None for all alike.
+        """Return the weights of so many draws, which sum to one; None if all are equal.
 
-        They are those of `predict(..., aggregate=False)`, and of use to what takes stacked draws,
+        They belong to the draws of `predict(..., aggregate=False)`, for functions of stacked draws
         such as `tyxe.predictive.entropy_decomposition`.
         """
         if self.weights is None:
@@ -346,7 +347,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         return any(member._averages_norms for member in self.members)
 
     def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
-        """Average statistics of norms anew, see `SupervisedBNN.update_norm_statistics`."""
+        """Recompute norm statistics, see `SupervisedBNN.update_norm_statistics`."""
         for member in self._bnns:
             member.update_norm_statistics(data_loader)
 
@@ -359,9 +360,9 @@ class EnsembleBNN(Derived, Saved, nn.Module):
     # ------------------------------------------------------------------ priors and state
 
     def update_prior(self, prior: Prior | Callable[[SupervisedBNN], Prior]) -> None:
-        """Replace the members' priors, by one or by what a function makes of each member.
+        """Replace the members' priors, by one prior or by a function of each member.
 
-        An error, those of `BNN.update_prior`, leaves all of them as they were.
+        Errors are those of `BNN.update_prior`, and leave all priors unchanged.
         """
         with ExitStack() as undone:
             for member in self._bnns:
@@ -401,15 +402,15 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             self.weights = weights.to(self.weights)  # type: ignore[union-attr]
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return the state, and which members the last fit has not finished, with their seeds."""
+        """Return the state, and the members that the last fit did not finish, with their seeds."""
         return {"ensemble": dict(self.state_dict()), "left": [*map(list, self._left.items())]}
 
     @outside_inference()
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what `checkpoint` returned, from which `fit(..., resume=True)` goes on.
+        """Load a result of `checkpoint`, from which `fit(..., resume=True)` continues.
 
         Raises:
-            RuntimeError: it does not fit, or is no checkpoint of an ensemble; nothing is changed.
+            RuntimeError: it does not fit, or is not a checkpoint of an ensemble. Nothing changes.
         """
         if not isinstance(checkpoint, Mapping) or checkpoint.keys() != {"ensemble", "left"}:
             raise RuntimeError("this is no checkpoint of an ensemble: pass what it returned")

@@ -1,4 +1,4 @@
-"""What a program was made of that is no tensor, to see whether it still is."""
+"""What a compiled program depends on besides tensors, to notice changes."""
 
 from __future__ import annotations
 

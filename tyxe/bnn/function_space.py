@@ -35,8 +35,8 @@ POINTS = 256
 class GPOnSubset(nn.Module):
     """A random part of the data, and the Gaussian process given these points, for each posterior.
 
-    The points move with the module, and are not in its state dict. During the construction all data
-    are in memory. The prior's precision is multiplied by `factor * N` over the sum of the points'
+    The points move with the module, and are not in its state dict. The constructor keeps all data
+    in memory. The prior's precision is multiplied by `factor * N` over the sum of the points'
     weights.
     """
 

@@ -40,23 +40,23 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
     """Any net with a Gaussian about its fitted weights, `N(w*, (lambda G / T + P0)^-1)`.
 
     `w*` maximises the posterior, `G` is the curvature of the likelihood there and `P0` the prior's
-    precision [T 3.1, GLM 2], for the weights that the prior exposes. In online Laplace the prior is
-    an earlier posterior, with its precision as `P0` [T 3.54-3.56].
+    precision [T 3.1, GLM 2], over the weights that the prior exposes. In online Laplace the prior
+    is an earlier posterior, whose precision is `P0` [T 3.54-3.56].
 
     Args:
         net: any module; its values are `w*` until `fit` changes them.
         prior: a prior with Normal distributions, of each site or of all sites together.
         likelihood: a likelihood without variables of its own.
         structure: structure of `G`: `"kron"`, one Kronecker product for each linear map; `"diag"`;
-            `"full"`; or `"lowrank"`, its largest eigenpairs, by a few passes through the data for
-            each, which must not be shuffled.
+            `"full"`; or `"lowrank"`, its largest eigenpairs, by a few passes for each through data
+            that must not be shuffled.
         curvature: `"ggn"`, with exact output Hessians; `"fisher"`, with one sampled label for each
-            point; `"empirical"`, with the true labels; or for `"lowrank"` at a minimum `"hessian"`.
+            point; `"empirical"`, by true labels; or for `"lowrank"`, at a minimum, `"hessian"`.
         temperature: `T`; values below 1 concentrate the posterior.
         options: further options, such as damping.
 
     Raises:
-        TypeError: options that are no `LaplaceOptions`; a temperature that is no number.
+        TypeError: options that are not `LaplaceOptions`; a temperature that is not a number.
         ValueError: an unknown structure or curvature; a temperature that is not positive; a prior
             that is not Gaussian, or exposes nothing; a likelihood with variables of its own; a
             matrix too large for memory.
@@ -101,17 +101,17 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         patience: int | None = None,
         restore_best: bool = True,
     ) -> History:
-        """Maximise the posterior, then take the curvature at its mode.
+        """Maximise the posterior, then compute the curvature at its mode.
 
         Arguments and errors that are not listed are those of `VariationalBNN.fit`. The history's
         `kl` is the negative log-density of the prior.
 
         Args:
-            evidence_every: number of epochs after which, each time, the curvature is taken and the
-                prior's precision set to the maximum of the evidence; 0 for never.
+            evidence_every: every so many epochs, compute the curvature and set the prior's
+                precision to the maximum of the evidence; 0 for never.
 
         Raises:
-            ValueError: for `evidence_every`, the weights of a site have different precisions.
+            ValueError: with `evidence_every`, the weights of a site have different precisions.
         """
         num_epochs = check_num_epochs(optim, num_epochs)
         evidence_every = check.count("evidence_every", evidence_every, 0)
@@ -167,16 +167,15 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         unpack: Unpack | None = None,
         process_group: Any = None,
     ) -> None:
-        """Take the curvature at the present weights, for a net that is trained already.
+        """Compute the curvature at the present weights, for a net that is already trained.
 
         Args:
             data_loader: yields `(inputs, targets)`, or `(inputs, targets, weights)`.
             device: where batches are moved to; by default where the parameters are.
             progress: show a bar for several passes; by default on a terminal only.
-            unpack: from what the loader yields to one of these.
+            unpack: a function from a batch of the loader to one of these.
             process_group: processes of `torch.distributed`, such as `group.WORLD`, each with the
-                same weights and a loader of its part of the data, over all of which the curvature
-                is taken; all have it then.
+                same weights and a loader of its part of the data. All get the whole curvature.
 
         Raises:
             RuntimeError: another process has failed.
@@ -252,17 +251,17 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         """Return the evidence at the present mode, in nats, differentiable in its arguments.
 
         Args:
-            prior_precision: precision instead of the prior's: a number for all weights, or a number
-                or a tensor of the site's shape for each site, by its name.
+            prior_precision: precision instead of the prior's: a number for all weights, or by the
+                name of each site a number or a tensor of its shape.
             noise: standard deviation of a homoskedastic Gaussian instead of the likelihood's: a
-                number, or where the likelihood's `scale` has several, such as one for each output,
-                a tensor of its shape. Derivatives in several are first ones for `"kron"`, whose
-                output factor is a sum over outputs, as in a net with these noises.
+                number, or, if the likelihood's `scale` has several numbers, such as one for each
+                output, a tensor of its shape. With several, `"kron"` has first derivatives only;
+                its output factor is a sum over outputs, as in a net with these noises.
 
         Raises:
-            ValueError: `noise` for another likelihood, or of another shape; several with
-                `curvature="fisher"` or `"empirical"`, which couple outputs, or whose curvatures do
-                not fit into memory; a site missing in `prior_precision`.
+            ValueError: `noise` for another likelihood, or of another shape; several noises with
+                `curvature="fisher"` or `"empirical"`, which couple outputs, or with curvatures that
+                do not fit into memory; a site missing in `prior_precision`.
 
         Reference:
             [LA]; [T] 3.1.
@@ -293,17 +292,17 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
 
         Args:
             method: `"grid"`, by the log-likelihood of held-out data, the default with a loader; or
-                `"evidence"`, by MacKay's fixed point, damped so that it converges from any start.
+                `"evidence"`, by MacKay's fixed-point iteration, damped to converge from any start.
             loader: yields the held-out `(inputs, targets)` for `"grid"`, once; they are kept in
                 memory.
-            per_site: choose a precision for each weight with its bias, instead of one for all.
-            num_steps: largest number of steps to the fixed point; it usually takes about 30.
+            per_site: choose one precision for each weight with its bias, instead of one for all.
+            num_steps: largest number of iterations; usually about 30 are needed.
             grid: precisions to try; by default 21 from 1e-4 to 1e4.
             predictive: for `"grid"`, how held-out data are predicted, as in `predict`; with many
-                classes `"bnn"`.
+                classes use `"bnn"`.
 
         Returns:
-            The precision, or with `per_site` one for each block by its name in the net.
+            The precision, or with `per_site` one for each block, by its name in the net.
 
         Raises:
             ValueError: an unknown method; weights of a site with different precisions; for
@@ -375,23 +374,23 @@ def estimate_evidence(
 ) -> tuple[Tensor, Tensor]:
     """Return the evidence by the whole curvature, in nats, and its standard error.
 
-    `bnn.log_marginal_likelihood()` is by what the structure keeps, and for `"lowrank"` too large.
-    What it leaves out of `log det (lambda G / T + P0)` is the log-determinant of
-    `S^T (lambda G / T + P0) S`, where `S S^T` is the posterior's covariance in its structure. This
-    is estimated by stochastic Lanczos quadrature, the better the closer the structure is. With
-    `curvature="fisher"` labels are sampled anew, so that `G` is another one than in the structure.
+    `bnn.log_marginal_likelihood()` uses the curvature in its structure, and for `"lowrank"` is too
+    large. The missing part of `log det (lambda G / T + P0)` is the log-determinant of
+    `S^T (lambda G / T + P0) S`, where `S S^T` is the posterior's covariance in its structure. It is
+    estimated by stochastic Lanczos quadrature; the closer the structure, the better. With
+    `curvature="fisher"` labels are sampled anew, so `G` differs from that of the structure.
 
     Args:
         bnn: a BNN with a curvature.
         data_loader: yields the data of the curvature, in the same batches in each pass.
-        num_probes: number of random vectors; the error goes as `1 / sqrt(num_probes)`.
-        num_steps: number of Lanczos steps, each a pass through the data with all probes; too few,
-            for a structure far from the curvature, and the estimate is too small.
+        num_probes: number of random vectors; the error is proportional to `1 / sqrt(num_probes)`.
+        num_steps: number of Lanczos steps, each a pass through the data with all probes; with too
+            few, for a structure far from the curvature, the estimate is too small.
 
     Raises:
         RuntimeError: there is no curvature yet.
         ValueError: a loader that shuffles, or has other data than the curvature; a curvature that
-            is in the prior already; a prior that is a penalty without a normaliser.
+            the prior already contains; a prior that is a penalty without a normaliser.
 
     Example:
         >>> import pyro.distributions as dist, tyxe

@@ -124,7 +124,7 @@ class LaplacePosterior(SupervisedBNN):
         """Further options.
 
         Setting others, such as `dataclasses.replace(bnn.options, damping=True)`, updates the
-        posterior, but for `num_passes`, `reduce` and `rank`, which are those of the next curvature.
+        posterior, except for `num_passes`, `reduce` and `rank`, which apply to the next curvature.
 
         Raises:
             ValueError: options that do not fit the prior are set.
@@ -253,7 +253,7 @@ class LaplacePosterior(SupervisedBNN):
         """Return the covariance of each point's outputs in the linearised net, `(n, ..., C, C)`.
 
         With `joint`, it is that of all outputs of all points, `(n, ..., n, ...)`. `enable_grad`
-        records gradients in the inputs.
+        records gradients with respect to the inputs.
 
         Raises:
             TypeError: a loader; the inputs are one batch.
@@ -277,11 +277,10 @@ class LaplacePosterior(SupervisedBNN):
         by `.to`, and are not in its `state_dict`.
 
         Args:
-            data_loader: yields `(inputs, targets)`, or with weights; of targets only what of them
+            data_loader: yields `(inputs, targets)`, or with weights; of the targets only what
                 counts is used.
             num_points: number of points to keep, `M`; all by default.
-            factor: the prior's precision is multiplied by `N / M` times this, to be tuned on
-                held-out data.
+            factor: multiplies the prior's precision, besides `N / M`; tune it on held-out data.
 
         Raises:
             ValueError: more points than there are, or none; a factor that is not positive.
@@ -301,7 +300,7 @@ class LaplacePosterior(SupervisedBNN):
     ) -> RefinedPosterior:
         """Return a refined posterior, by inference inside the linearised net [GLM 3.3].
 
-        It predicts and evaluates as this BNN does, which is not changed.
+        It predicts and evaluates like this BNN, which is not changed.
 
         Args:
             data_loader: yields `(inputs, targets)`, without augmentation.

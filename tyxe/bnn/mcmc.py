@@ -51,14 +51,13 @@ class MCMC_BNN(SamplePosterior):
 
     Args:
         kernel_builder: `tyxe.samplers.NUTS`, `HMC` or `MCLMC`, or for mini-batches `SGLD` or
-            `SGHMC`, with options by calling it or by `functools.partial`; or what makes a kernel of
-            Pyro's from a model, such as `pyro.infer.mcmc.NUTS`.
+            `SGHMC`, with options by calling it or by `functools.partial`; or a function from a
+            model to a Pyro kernel, such as `pyro.infer.mcmc.NUTS`.
 
     Raises:
-        TypeError: `kernel_builder` is no kernel, has options that there are not, or is one of
-            Pyro's that is built already.
-        ValueError: there is nothing to sample, or it is discrete or in half precision; the
-            likelihood has parameters to train.
+        TypeError: `kernel_builder` is not a kernel, has unknown options, or is a built Pyro kernel.
+        ValueError: nothing to sample, or discrete or half-precision sites; the likelihood has
+            parameters to train.
 
     Example:
         >>> import torch, pyro.distributions as dist, tyxe
@@ -135,46 +134,46 @@ class MCMC_BNN(SamplePosterior):
         """Run the chains on the whole data set, or on its mini-batches.
 
         Args:
-            data_loader: yields `(inputs, targets)`, or with weights. All batches are concatenated;
-                or, for `SGLD` and `SGHMC`, a transition is a step on one of them.
-            num_samples: number of samples that are kept of each chain.
+            data_loader: yields `(inputs, targets)`, or with weights. All batches are concatenated,
+                except by `SGLD` and `SGHMC`, whose transitions are steps on one batch.
+            num_samples: number of samples to keep of each chain.
             device: where the data are moved to; by default where the parameters are.
-            batch_data: whether `data_loader` is one batch itself, the pair `(inputs, targets)`.
-            warmup_steps: transitions before, in which the kernel adapts; by default as many as
-                after.
-            num_chains: by default 4, or as many as there are starts; 1 for Pyro's kernels and for
+            batch_data: whether `data_loader` is itself one batch, the pair `(inputs, targets)`.
+            warmup_steps: transitions before, to adapt the kernel; by default as many as are
+                sampled.
+            num_chains: by default 4, or the number of starts; 1 for Pyro's kernels and for
                 mini-batches.
             progress: show a bar; by default on a terminal only.
-            unpack: from what the loader yields to `inputs, targets`, or with weights.
-            process_group: processes of `torch.distributed`, each with all data, which share out the
-                chains; all have all samples then, and their own chains in the run.
-            options: of a kernel of `tyxe.samplers`:
+            unpack: a function from a batch of the loader to `inputs, targets`, or with weights.
+            process_group: processes of `torch.distributed`, each with all data, among which the
+                chains are divided. All get all samples, and keep their own chains in the run.
+            options: for a kernel of `tyxe.samplers`:
 
-                - `thinning` (1): every how many transitions a sample is kept;
+                - `thinning` (1): number of transitions for each kept sample;
                 - `init`: where chains start: at draws from the "prior" (the default), at the "net"
                   (the default for mini-batches), at draws of a fitted BNN, at a
                   `tyxe.samplers.warm_start(...)`, or at the values `(num_chains, ...)` of a mapping
                   by joint name;
-                - `compile` (None): whether steps are compiled; by default where there is a compiler
-                  and the run is long. A compiled net has to do the same tensor operations whatever
-                  its weights are, and its hooks do not run;
-                - `resume` (False): go on with the last run where an interrupt has stopped it;
-                - `dtype`, `file`: of the samples, and where they go instead of memory.
+                - `compile` (None): whether steps are compiled; by default if there is a compiler
+                  and the run is long. A compiled net has to do the same tensor operations for all
+                  weights, and its hooks do not run;
+                - `resume` (False): continue the last run where an interrupt has stopped it;
+                - `dtype`, `file`: the dtype of the samples, and a file for them instead of memory.
 
-                Of one of Pyro's: the arguments of `pyro.infer.MCMC`.
+                For a Pyro kernel: the arguments of `pyro.infer.MCMC`.
 
         After an interrupt or an error the BNN keeps the samples that a kernel of `tyxe.samplers`
-        has made until then, without the last ones of a chain that has diverged.
+        has made until then, except for the last ones of a chain that diverged.
 
         Returns:
             The run: `MCMCRun`, or Pyro's `MCMC`; `get_samples()` has keys `net.<parameter>`.
 
         Raises:
-            TypeError: `num_samples` is no integer; an option that there is not.
+            TypeError: `num_samples` is not an integer; an unknown option.
             ValueError: the data do not fit the likelihood; samples that do not fit into memory; bad
                 starts; hierarchical priors with a kernel of `tyxe.samplers`.
             RuntimeError: a net that cannot be compiled; nothing to resume; a chain diverges.
-            OSError: no room for the file of samples.
+            OSError: no room on the disk for the file of samples.
         """
         hint = ": fit(data_loader, num_samples, warmup_steps=...)"
         num_samples = check.count("num_samples", num_samples, hint=hint)
@@ -319,7 +318,7 @@ class MCMC_BNN(SamplePosterior):
         *,
         progress: bool | None = None,
     ) -> dict[str, Tensor]:
-        """Return where chains would start, such as at the members that a `warm_start` trains.
+        """Return the starts of chains, such as the members that a `warm_start` trains.
 
         Args:
             data_loader, init, num_chains, progress: those of `fit`, which takes the result as
@@ -329,9 +328,9 @@ class MCMC_BNN(SamplePosterior):
             Values `(num_chains, ...)` by joint name.
 
         Raises:
-            TypeError: `init` is none of what `fit` takes.
-            ValueError: a number of starts that is not `num_chains`; a start of a site that is
-                missing, of another shape, not finite, or without density.
+            TypeError: `init` is not one of those that `fit` takes.
+            ValueError: the number of starts is not `num_chains`; the start of a site is missing,
+                has another shape, is not finite, or has no density.
         """
         data = collect(self._to_fit(data_loader), device_for(self))
         with fitting(self, train=False):

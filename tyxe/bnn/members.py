@@ -85,7 +85,7 @@ def fit_together(
 
 
 def check_apart(members: list[SupervisedBNN]) -> None:
-    """Raise for members that are no mixture, and warn of ones that are all the same."""
+    """Raise for members that cannot be a mixture, and warn if all are the same."""
     kinds = dict.fromkeys(_meaning(member.likelihood) for member in members)
     if len(kinds) > 1:
         raise ValueError(f"the members have likelihoods of several kinds: {', '.join(kinds)}")

@@ -364,19 +364,20 @@ class PosteriorBNN(BNN):
         return self._runtime.norms is not None
 
     def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
-        """Average the statistics of normalising layers anew: at the centre now, then at each draw.
+        """Recompute the statistics of normalising layers: now at the centre, later at each draw.
 
-        The averages over batches are the net's own at the posterior's centre. `predict` and its
-        like, `to_ensemble` and `to_module` then go through the loader for each draw, once a call.
+        At the posterior's centre they become the net's own. From then on `predict` and similar
+        methods, `to_ensemble` and `to_module` go through the loader for each draw, once a call.
         Only layers whose statistics `fit` changes take part; without any, nothing happens. The
         loader is neither copied nor saved with the BNN.
 
         Args:
-            data_loader: yields `(inputs, targets)` or inputs; None: draws take the net's own again.
+            data_loader: yields `(inputs, targets)` or inputs; None restores the net's own
+                statistics.
 
         Raises:
-            TypeError: no loader.
-            ValueError: an empty one; also in a prediction, such as a generator that is used up.
+            TypeError: not a loader.
+            ValueError: an empty loader; also in a prediction, such as a generator that is used up.
 
         Reference:
             Izmailov et al. 2018; for each draw, Maddox et al. 2019.

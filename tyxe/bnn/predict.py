@@ -32,8 +32,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
 
     Args:
         likelihood: a likelihood of `tyxe.likelihoods`, which is copied.
-        unpack: from what loaders yield to `inputs, targets`, or with weights. What is given here,
-            or to a fit, holds for all loaders that the BNN meets afterwards.
+        unpack: a function from a batch of a loader to `inputs, targets`, or with weights. If given
+            here, or to a fit, it holds for all later loaders of the BNN.
 
     Raises:
         TypeError: not a likelihood.
@@ -76,15 +76,15 @@ class SupervisedBNN(Derived, PosteriorBNN):
     ) -> Ensemble | ClosedForm:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
 
-        It returns what `predict` aggregates for these draws (those of `predictive="bnn"`), and is
+        It returns the aggregated predictions of these draws (by `predictive="bnn"`), and is
         deterministic. Threads may call it in parallel.
 
         Args:
             num_draws: number of draws, each with a copy of the weights that have a posterior; by
                 default those of `predict`.
-            closed_form: return no draws, but a net whose outputs are Gaussian, for a posterior of
-                Normals over the last layer: what `predict` returns by `predictive="glm"`.
-            link: `"probit"` or `"bridge"`, of classes and binary labels in closed form.
+            closed_form: return one net with Gaussian outputs instead of draws, for a posterior of
+                Normals over the last layer. It predicts like `predictive="glm"`.
+            link: `"probit"` or `"bridge"`, for classes and binary labels in closed form.
 
         Raises:
             TypeError: `closed_form` for another posterior or likelihood, or with `num_draws`.
@@ -166,27 +166,25 @@ class SupervisedBNN(Derived, PosteriorBNN):
         Args:
             inputs: the net's arguments, or one loader of batches.
             num_predictions: number of draws; 0 predicts once, at the posterior's centre. The
-                default is 32, or all samples where there are fewer, or 1 where all draws would be
-                alike, as of a point estimate.
+                default is 32, or all samples if there are fewer, or 1 if all draws are equal.
             aggregate: combine the draws by the likelihood; `False` returns all of them.
-            vectorize: run draws at once under `torch.vmap`, or `False` in a loop. By default they
-                run at once where that is faster and was seen to give the same: those of a last
-                linear layer, and on a GPU those of other nets without random convolutions.
+            vectorize: run draws at once under `torch.vmap`, or with `False` in a loop. By default
+                they run at once if that is faster and gives the same: for a last linear layer, and
+                on a GPU for other nets without random convolutions.
             batch_size: number of rows that go through the net at a time. Samples of Gaussian
                 outputs are drawn for each row, and so depend on it, unless they are joint.
             predictive: `"bnn"`, by draws of weights; or `"glm"`, by the net linearised about the
-                centre of a Gaussian posterior [GLM 3], where outputs are Gaussian and
-                `num_predictions` counts samples of them, at least 100 if aggregated. The default
-                is `"bnn"`, or `"glm"` for a `LaplaceBNN`, which has `"gp"` as well, after `fit_gp`.
-                A function from inputs to mean and covariance of outputs is another choice.
+                centre of a Gaussian posterior [GLM 3]. Then outputs are Gaussian, and
+                `num_predictions` counts samples of them, at least 100 if aggregated. The default is
+                `"bnn"`, or `"glm"` for a `LaplaceBNN`, which also has `"gp"`, after `fit_gp`. You
+                may also pass a function from inputs to mean and covariance of outputs.
             link: from Gaussian logits to probabilities: `"mc"`, `"probit"` or `"bridge"`.
-            joint: for Gaussian outputs and `aggregate=False`. By default samples are those of each
-                point, independent of other points': what is computed of several points together,
-                such as a sum, has another law. With `joint` each sample is the linearised net at
-                one draw of the weights, a smooth function of the inputs; this is for `"glm"`.
-                Samples of `"bnn"` are joint always.
-            unpack: from what a loader yields to inputs, or `inputs, targets`.
-            enable_grad: record gradients, such as of an acquisition function in the inputs.
+            joint: for Gaussian outputs and `aggregate=False`. By default each point is sampled
+                independently, so functions of several points, such as a sum, have the wrong
+                distribution. With `joint`, for `"glm"`, each sample is the linearised net at one
+                draw of the weights, a smooth function of the inputs. `"bnn"` is always joint.
+            unpack: a function from a batch of a loader to inputs, or `inputs, targets`.
+            enable_grad: record gradients, such as with respect to the inputs.
 
         Returns:
             Aggregated predictions in the likelihood's own parametrisation (class logits whose
@@ -195,9 +193,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
 
         Raises:
             TypeError: `"glm"` for a posterior that is not Gaussian.
-            ValueError: a negative number of draws; `vectorize=True` inside of a handler that
-                samples inside the net; an unknown predictive or link; `joint` for `"gp"` or a
-                function.
+            ValueError: a negative number of draws; `vectorize=True` with a handler that samples
+                inside the net; an unknown predictive or link; `joint` for `"gp"` or a function.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -242,16 +239,16 @@ class SupervisedBNN(Derived, PosteriorBNN):
         unpack: Unpack | None = None,
         enable_grad: bool = False,
     ) -> Any:
-        """Return the predictive distribution of targets, whose batch shape is that of points.
+        """Return the predictive distribution of targets, with one batch element for each point.
 
         It is a `torch.distributions` object with `mean`, `stddev`, `sample` and `log_prob`, which
-        is the log-likelihood of `evaluate`: a mixture over draws; of one label a point a
-        Categorical or Bernoulli; for Gaussian outputs and noise a Normal. Arguments and errors are
+        is the log-likelihood of `evaluate`: a mixture over draws; for one label a point, a
+        Categorical or Bernoulli; for Gaussian outputs and noise, a Normal. Arguments and errors are
         those of `predict`.
 
         Returns:
-            The distribution, of a `Joint` one for each part by name, of `Censored` targets that of
-            the numbers. Mean and standard deviation of a Categorical are NaN, as in PyTorch; it has
+            The distribution; for a `Joint`, one for each part by name; for `Censored` targets, that
+            of the uncensored numbers. A Categorical has a NaN mean and stddev, as in PyTorch; use
             `probs`.
 
         Example:
@@ -294,9 +291,9 @@ class SupervisedBNN(Derived, PosteriorBNN):
     ) -> Tensor:
         """Draw targets from the posterior predictive distribution, `(num_samples, n, ...)`.
 
-        Each sample has a draw of the weights, of the likelihood's own variables such as the noise's
-        scale, and of the targets given both. Arguments and errors that are not listed are those of
-        `predict`.
+        Each sample has its own draw of the weights, of the likelihood's variables, such as the
+        scale of the noise, and of the targets given both. Arguments and errors that are not listed
+        are those of `predict`.
 
         Args:
             num_samples: number of samples.
@@ -349,21 +346,21 @@ class SupervisedBNN(Derived, PosteriorBNN):
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood on data with targets.
 
-        The log-likelihood is that of the mixture over draws, `log 1/S sum_s p(y|f_s)`, in nats; for
-        Gaussian outputs over samples of them, in closed form under Gaussian noise, and for the
-        links `"probit"` and `"bridge"` that of the aggregated prediction. Arguments and errors that
-        are not listed are those of `predict`.
+        The log-likelihood is that of the mixture over draws, `log 1/S sum_s p(y|f_s)`, in nats. For
+        Gaussian outputs it is over samples of them, or in closed form with Gaussian noise. For the
+        links `"probit"` and `"bridge"` it is that of the aggregated prediction. Arguments and
+        errors that are not listed are those of `predict`.
 
         Args:
             input_data: a batch of inputs, or a loader or list of `(inputs, targets)`, or of
-                `(inputs, targets, weights)`, by which sum and mean count points.
+                `(inputs, targets, weights)`; sums and means then use the weights.
             y: targets of a batch; None with a loader.
-            aggregate: combine the draws; `False` returns a row for each, and has no effect for
+            aggregate: combine the draws; `False` returns a row for each draw, and has no effect on
                 Gaussian outputs.
             reduction: reduction over points: `"sum"`, `"mean"` or `"none"`.
-            unpack: from what a loader yields to one of these.
-            process_group: processes of `torch.distributed`, each with a part of the data, over all
-                of which sum or mean are.
+            unpack: a function from a batch of a loader to one of these.
+            process_group: processes of `torch.distributed`, each with a part of the data; the sum
+                or mean is over all of them.
 
         Returns:
             `(error, log_likelihood)`; the error counts misclassifications or sums squares.

@@ -52,18 +52,18 @@ class _OfThread(threading.local):
 
 
 class PytorchBNN(BNN):
-    """A module that draws its weights in every forward, for a loss and training loop of your own.
+    """A module that draws its weights in every forward, for your own loss and training loop.
 
     Arguments that are not listed are those of `BNN`.
 
     Args:
         guide_builder: makes the guide from the prior's program, such as `tyxe.guides.AutoNormal`;
-            None where the prior hides everything.
+            None if the prior hides everything.
         closed_form_kl: use closed forms of the KL where they exist.
 
     Attributes:
-        cached_kl_loss: KL of the guide from the prior at this thread's latest forward, in nats; add
-            it to a loss summed over the data set, or a fraction of it to that of a mini-batch.
+        cached_kl_loss: KL of the guide from the prior at this thread's latest forward, in nats. Add
+            it to a loss that is summed over the data set; weigh it for a mean loss.
 
     Raises:
         ValueError: sites without a guide, or a guide without sites.
@@ -103,7 +103,7 @@ class PytorchBNN(BNN):
 
     @property
     def cached_kl_loss(self) -> Tensor:
-        """KL at the latest forward of this thread, or of any if this one has had none."""
+        """KL at the latest forward of this thread, or of any thread if this one had none."""
         return self._latest_kl if self._kl.kl is None else self._kl.kl
 
     @cached_kl_loss.setter
@@ -177,7 +177,7 @@ class PytorchBNN(BNN):
     def hold_sample(self) -> Iterator[PytorchBNN]:
         """Use one draw for all forwards of this task or thread, as for the chunks of one image.
 
-        `predict` draws anew all the same.
+        `predict` still makes new draws.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -211,14 +211,14 @@ class PytorchBNN(BNN):
         The net runs in eval mode and without gradients; `cached_kl_loss` is not changed.
 
         Args:
-            inputs: the net's arguments, also as one tuple or mapping, or one loader of batches,
-                which meet the same draws.
-            num_predictions: number of draws, 32 by default, or 1 where all would be alike; 0
-                predicts once, at the posterior's centre.
+            inputs: the net's arguments, also as one tuple or mapping, or one loader, with the same
+                draws for all.
+            num_predictions: number of draws, by default 32, or 1 if all are equal; 0 predicts once,
+                at the posterior's centre.
             kwargs: further arguments of the net, by keyword.
 
         Returns:
-            The outputs, stacked; where the net returns several tensors, in its containers.
+            The stacked outputs; if the net returns several tensors, in its containers.
 
         Raises:
             TypeError: for 0, a guide without a centre.

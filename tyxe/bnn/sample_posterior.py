@@ -79,7 +79,7 @@ class SamplePosterior(SupervisedBNN):
 
         Args:
             state_dict: that of such a BNN.
-            strict: refuse a state without samples where there are some, which are lost else.
+            strict: refuse a state without samples if this BNN has some, which would be lost.
             assign: as in `torch.nn.Module`.
 
         Raises:
@@ -136,8 +136,8 @@ class SamplePosterior(SupervisedBNN):
         """Return samples as ArviZ's `InferenceData`, for `az.summary` (R-hat, ESS) and plots.
 
         Args:
-            inputs: the predictions for these, the net's outputs, in place of the samples. Nets have
-                many equivalent sets of weights, so that chains that agree show it in these only.
+            inputs: return the net's outputs for these instead of the samples. Nets have many
+                equivalent sets of weights, so only predictions show that chains agree.
 
         Raises:
             ImportError: ArviZ is not installed.
@@ -158,7 +158,7 @@ class SamplePosterior(SupervisedBNN):
     def summary(self, inputs: Inputs | None = None) -> Any:
         """Return a table of means, rank-normalised R-hat, and bulk and tail ESS (of ArviZ).
 
-        Its rows are predictions for inputs, or the weights where there are none.
+        Its rows are predictions for the inputs, or without inputs the weights.
 
         Raises:
             ImportError: ArviZ is not installed.

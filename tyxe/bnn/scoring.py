@@ -163,18 +163,17 @@ class Derived:
     ) -> tuple[Tensor, Tensor]:
         """Return the ends of intervals that hold targets with a probability, `(n, ...)` each.
 
-        As many samples lie below as above; each number of a target has an interval of its own.
-        Between two of `S` sorted samples another one lies with a probability of their distance over
-        `S + 1`.
+        As many samples lie below as above, and each number of a target has its own interval. A new
+        sample lies between two of `S` sorted ones with probability `(rank difference) / (S + 1)`.
 
         Args:
             level: the probability, between 0 and 1.
-            num_samples: number of samples of `sample_predictive`, which takes the other options; at
-                least those whose range holds another with the probability, 19 for `level=0.9`.
+            num_samples: number of samples of `sample_predictive`, which takes the other options. It
+                is raised to the smallest number that allows the level, 19 for 0.9.
 
         Raises:
             TypeError: the targets are classes, which have no order.
-            ValueError: a level that is no probability.
+            ValueError: a level that is not a probability.
 
         Example:
             >>> import torch, pyro.distributions as dist, tyxe
@@ -202,20 +201,20 @@ class Derived:
     def ood_score(
         self, inputs: Inputs, score: str = "mutual_information", **options: Any
     ) -> Tensor:
-        """Return how unfamiliar inputs are, higher for more, a number for each target `(n, ...)`.
+        """Return how unfamiliar inputs are, `(n, ...)`: the higher, the more unfamiliar.
 
-        `tyxe.metrics.ood_auroc` takes scores that are higher for familiar inputs: their negatives.
+        `tyxe.metrics.ood_auroc` takes scores that are higher for familiar inputs: negate these.
 
         Args:
-            inputs: a batch, in which several arguments of the net are a tuple, or a loader.
-            score: a function of `tyxe.predictive.scores` by name: of classes
-                `"mutual_information"`, which asks whether draws disagree, `"predictive_entropy"`,
-                or `"max_probability"`, of which this is one minus; of classes or numbers
+            inputs: a batch (several arguments of the net as a tuple), or a loader.
+            score: the name of a function of `tyxe.predictive.scores`. For classes:
+                `"mutual_information"`, whether draws disagree, `"predictive_entropy"`, or
+                `"max_probability"`, which is subtracted from one. For classes or numbers:
                 `"expected_variance"`, the variance of draws.
             options: of `predict`, such as `num_predictions`.
 
         Raises:
-            TypeError: a score of classes for other targets; a likelihood of several outputs.
+            TypeError: a score for classes with other targets; a likelihood of several outputs.
             ValueError: an unknown score.
 
         Example:

@@ -25,13 +25,13 @@ from tyxe.threads import exclusive
 class SWAG_BNN(VariationalBNN):
     """Any net with a Gaussian about the weights that SGD goes through at a constant rate.
 
-    The mean is theirs, and the covariance half of their diagonal and half of a low rank:
-    `tyxe.guides.SWAGGuide`. What the prior hides, and the likelihood's own variables, have the
-    last values of the training. Arguments and errors that are not listed are those of
+    The mean is that of the weights. The covariance is half of their variances plus half of a
+    low-rank term: `tyxe.guides.SWAGGuide`. Hidden parameters and the likelihood's own variables
+    keep the last values of the training. Arguments and errors that are not listed are those of
     `VariationalBNN`.
 
     Args:
-        rank: how many snapshots the low rank has, and the fewest that make a posterior.
+        rank: number of snapshots in the low-rank term, and the smallest number for a posterior.
 
     Raises:
         ValueError: a rank below 2; a site with a constrained support.
@@ -84,7 +84,7 @@ class SWAG_BNN(VariationalBNN):
         """Take a snapshot of a net that you train yourself, and its hidden parameters and buffers.
 
         Raises:
-            ValueError: it is not like the net that the BNN was built with, or not finite.
+            ValueError: it differs in structure from the BNN's net, or is not finite.
         """
         own, state = self.net.state_dict(), net.state_dict()
         shapes = [{n: getattr(v, "shape", None) for n, v in part.items()} for part in (own, state)]
@@ -102,11 +102,11 @@ class SWAG_BNN(VariationalBNN):
             self.net.load_state_dict(hidden, strict=False)
 
     def reset(self) -> None:
-        """Forget all snapshots, such as those of an earlier task; the weights stay."""
+        """Remove all snapshots, such as those of an earlier task; the weights stay."""
         self.net_guide.reset()
 
     def update_prior(self, prior: Prior) -> None:
-        """Replace the prior; the next `fit` or `collect` then forgets the snapshots so far.
+        """Replace the prior; the next `fit` or `collect` then removes earlier snapshots.
 
         Errors are those of `BNN.update_prior`.
         """
@@ -124,16 +124,16 @@ class SWAG_BNN(VariationalBNN):
         every: int = 1,
         **options: Any,
     ) -> History:
-        """Maximise the posterior, take snapshots of later epochs, and update statistics of norms.
+        """Maximise the posterior, take snapshots in later epochs, and update norm statistics.
 
         Let `callback` set a constant rate in `bnn.optimizer.param_groups`, such as half of the
-        first. Until the end, predictions are those of the weights that move. A further call adds to
-        the snapshots, after an update of the prior to none. The history's `kl` is minus the
-        log-density of the prior.
+        first. During the fit, predictions use the current weights. Another call adds to the
+        snapshots, unless the prior was updated. The history's `kl` is minus the prior's
+        log-density.
 
         Args:
             data_loader, optim, num_epochs, callback, arguments, options: of `VariationalBNN.fit`.
-            start: part of all epochs, with those of a checkpoint, that go before the snapshots.
+            start: fraction of all epochs, with those of a checkpoint, before the first snapshot.
             every: number of epochs from one snapshot to the next.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A BNN in a training loop that is not its own."""
+"""A BNN as a module for any training loop."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Scored(NamedTuple):
     """A batch of held-out data under draws from the posterior.
 
     Attributes:
-        predictions: as of `predict`, for all points.
-        error: as of `evaluate`: of the points that count, or their sum; by part for a `Joint`.
+        predictions: as returned by `predict`, for all points.
+        error: as returned by `evaluate`: of points that count, or their sum; by part for a `Joint`.
         log_likelihood: likewise, of the mixture over draws, in nats.
         weights: how often each of these points counts.
     """
@@ -45,16 +45,16 @@ class Trainable(Objective):
     """A BNN as a module whose forward is the loss of a batch, for any loop, trainer or launcher.
 
     The loss is that of `fit`, `(beta KL - E_q log p(D | w)) / N` for one draw, in nats per data
-    point. Steps are on `parameters()`, as of any module. The BNN is not copied.
+    point. Train `parameters()`, as for any module. The BNN is not copied.
 
     Args:
-        bnn: a BNN that is fitted in steps: variational, dropout, or a `LaplaceBNN` at its mode.
+        bnn: a BNN that is trained in steps: variational, dropout, or the mode of a `LaplaceBNN`.
         unpack: from a batch to `inputs, targets` or `inputs, targets, weights`.
         handler: makes the handler of each step, such as `tyxe.poutine.local_reparameterization`.
-        beta: weight of the KL, an attribute that may be changed between steps: 1, or by default the
-            temperature of a `LaplaceBNN`, whose curvature a step forgets.
-        num_predictions: number of draws by which held-out data are judged; 0 is the posterior's
-            centre. The default is 8, or 0 where nothing has a spread.
+        beta: weight of the KL, an attribute that may be changed between steps. The default is 1, or
+            the temperature of a `LaplaceBNN`, whose curvature a step removes.
+        num_predictions: number of draws for held-out data; 0 is the posterior's centre. The default
+            is 8, or 0 if nothing has a spread.
 
     Attributes:
         terms: the terms of the latest forward, without their graph.
@@ -63,7 +63,7 @@ class Trainable(Objective):
         TypeError: the BNN is not fitted in steps.
         ValueError: `beta` is negative or not finite; in a forward, targets that do not fit the
             likelihood, or more points than `dataset_size`.
-        RuntimeError: in a forward, a loss that is not finite. Statistics of norms are those before.
+        RuntimeError: in a forward, a loss that is not finite. Norm statistics are not changed then.
 
     Example:
         >>> import torch, pyro.distributions as dist, tyxe
@@ -114,7 +114,7 @@ class Trainable(Objective):
         """Return the loss of a batch by one draw, in nats per data point.
 
         Raises:
-            ValueError: a batch that `fit` refuses, or one of which all targets are NaN.
+            ValueError: a batch that `fit` refuses, or a batch with only NaN targets.
         """
         loader = self.bnn._to_fit([batch], self.unpack)
         ((inputs, targets),) = batches_of(loader, device_for(self.bnn))
@@ -140,7 +140,7 @@ class Trainable(Objective):
         return loss
 
     def score_batch(self, batch: Any, reduction: str = "none") -> Scored:
-        """Predict a batch of held-out data, and score it, point by point or with their `"sum"`."""
+        """Predict a batch of held-out data, and score it, for each point or as a `"sum"`."""
         loader = self.bnn._to_evaluate([batch], self.unpack)
         ((inputs, targets),) = batches_of(loader, device_for(self.bnn))
         likelihood = self.bnn.likelihood

@@ -1,4 +1,4 @@
-"""BNNs that are trained by steps: the loop over epochs, their ends, and checkpoints."""
+"""BNNs that are trained by steps: the loop over epochs, early stopping, and checkpoints."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class EpochEnd:
         return None not in (self.best, patience) and self.best.waited >= patience  # type: ignore[union-attr,operator]
 
     def go_on_from(self, best: BestEpoch | None) -> None:
-        """Take up the best epoch of an earlier fit, if this one can go back to it."""
+        """Continue with the best epoch of an earlier fit, if this one can go back to it."""
         if None not in (self.best, best) and (best.state or not self._restores):  # type: ignore[union-attr]
             self.best = best
 
     def epochs_left(self, count: int) -> int:
-        """Return how many of so many epochs are left, none where the earlier fit was over."""
+        """Return how many of so many epochs are left, none if the earlier fit was complete."""
         return 0 if self._processes.total([self._is_over])[0] else count
 
     def ends(self, epoch: int, history: History) -> bool:
-        """Look at an epoch that has ended, and say whether the fit does."""
+        """Process an epoch that has ended, and return whether the fit ends."""
         if self.best is not None:
             self._look(self.best, history)
         self._bnn._end_epoch(epoch)
@@ -85,7 +85,7 @@ class EpochEnd:
             best.state = copy.deepcopy(self._bnn.state_dict()) if self._restores else None
 
     def restore_best(self) -> None:
-        """Go back to the epoch that was best, and let a further fit wait anew."""
+        """Go back to the best epoch, and restart the patience for a further fit."""
         best = self.best
         if best is None or not best.waited:
             return
@@ -119,7 +119,7 @@ def held_out_sums(bnn: Any, loader: Iterable[Any], device: Any) -> tuple[float, 
 
 
 class TrainedBNN(SupervisedBNN):
-    """A BNN whose `fit` trains by steps, and goes on where an earlier one stopped."""
+    """A BNN whose `fit` trains by steps, and can continue an earlier fit."""
 
     optimizer: Optimizer | None = None
     _scheduler: Any = None
@@ -170,7 +170,7 @@ class TrainedBNN(SupervisedBNN):
 
     @property
     def epochs_done(self) -> int:
-        """Number of epochs fitted, with those before a checkpoint that was loaded."""
+        """Number of epochs fitted, including those before a checkpoint that was loaded."""
         return self._epochs_done if self._pending is None else int(self._pending["epoch"])
 
     def _end_epoch(self, epoch: int) -> None:
@@ -180,9 +180,9 @@ class TrainedBNN(SupervisedBNN):
     def checkpoint(self) -> dict[str, Any]:
         """Return copies of what a fit needs to continue, as containers of tensors and numbers.
 
-        These are the state dict, the optimiser's and the scheduler's, the number of whole epochs
-        done, the best of them by held-out data, and the random generators' states. After an
-        interrupt they are those of the last step, and the epoch begins again.
+        These are the state dicts of BNN, optimiser and scheduler, the number of complete epochs,
+        the best epoch by held-out data, and the states of the random generators. After an interrupt
+        they are those of the last step, and the epoch begins again.
 
         Example:
             >>> import torch, pyro.distributions as dist, tyxe
@@ -208,7 +208,7 @@ class TrainedBNN(SupervisedBNN):
         """Load a checkpoint, from which the next `fit` continues, with its epochs and schedule.
 
         Raises:
-            RuntimeError: it does not fit this BNN, or is no checkpoint; nothing is changed.
+            RuntimeError: it does not fit this BNN, or is not a checkpoint; nothing is changed.
         """
         pending = check_checkpoint(checkpoint)
         with exclusive():

@@ -83,7 +83,7 @@ class FitOptions:
 
 
 class Callback:
-    """What a fit does after each of its batches and epochs; a plain function is after epochs only.
+    """What a fit calls after each batch and epoch; a plain function is called after epochs only.
 
     Example:
         >>> class Watch(Callback):
@@ -99,10 +99,10 @@ class Callback:
     """
 
     def __call__(self, bnn: Any, epoch: int, loss: float) -> Any:
-        """See a BNN after an epoch; True ends the fit."""
+        """Called with a BNN after an epoch; returning True ends the fit."""
 
     def on_batch(self, bnn: Any, epoch: int, batch: int, terms: ElboTerms) -> None:
-        """See a BNN after a step, with data term and KL in nats for the whole data set."""
+        """Called with a BNN after a step, with data term and KL in nats for the whole data set."""
 
 
 # What the bars inside of a longer job are of, such as a member of an ensemble.

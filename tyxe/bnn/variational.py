@@ -42,9 +42,8 @@ class VariationalBNN(TrainedBNN):
     Args:
         net_guide_builder: makes the guide from the prior's program: `tyxe.guides.AutoNormal`, a
             `functools.partial` of it, or a class of `pyro.infer.autoguide` (`AutoDelta` is MAP);
-            None for maximum likelihood, where the prior hides everything.
-        likelihood_guide_builder: makes the guide of the likelihood's own variables; None where it
-            has none.
+            None for maximum likelihood, if the prior hides everything.
+        likelihood_guide_builder: makes the guide of the likelihood's variables, or None.
 
     Raises:
         ValueError: a guide without sites, or sites without a guide.
@@ -197,46 +196,45 @@ class VariationalBNN(TrainedBNN):
         Args:
             data_loader: yields `(inputs, targets)`, where inputs are a tensor, a tuple of arguments
                 or a mapping of keyword arguments; or `(inputs, targets, weights)`, where a weight
-                of 2 is the point twice, and `dataset_size` the sum of all weights.
+                of 2 counts the point twice, and `dataset_size` is the sum of all weights.
             optim: a Pyro optimiser or scheduler, a torch optimiser class or partial, or an instance
-                over `bnn.parameters()`, or a torch scheduler of one, which has to be stepped in
-                `callback`. A class's `weight_decay` is for parameters that the prior hides, not
-                for those of guides.
+                over `bnn.parameters()`, or a torch scheduler of one, which you step in `callback`.
+                The `weight_decay` of a class applies to hidden parameters, not to those of guides.
             num_epochs: number of passes through the loader.
             callback: called as `callback(bnn, epoch, loss)` after each epoch; training stops when
-                it returns True. A `tyxe.Callback` sees batches as well.
+                it returns True. A `tyxe.Callback` is also called after batches.
             num_particles: number of draws that are averaged in a step.
             closed_form_kl: use closed forms of the KL where they exist.
             device: where batches are moved to; by default where the parameters are.
             beta: weight of the KL, or a function of the epoch that returns it.
-            clip_norm: largest norm of the gradient, above which it is scaled down.
+            clip_norm: largest norm of the gradient; a larger one is scaled down.
             lr_multipliers: factors of the learning rate by kind of parameter, such as
                 `{"scale": 10}`; the kinds are `loc`, `scale` and `deterministic`.
             progress: show a bar; by default on a terminal only.
             parallel: `torch.nn.parallel.DistributedDataParallel`, or
-                `torch.distributed.fsdp.fully_shard`, which leaves to each process its part of
-                parameters and optimiser, or a partial of one of them, to fit in several processes,
-                each with a loader of its part of every batch, and perhaps of the held-out data.
-            unpack: from what the loader yields to one of these, such as
+                `torch.distributed.fsdp.fully_shard`, which gives each process its part of
+                parameters and optimiser, or a partial of one of them. Each process has a loader of
+                its part of every batch, and may have one of its part of the held-out data.
+            unpack: a function from a batch of the loader to one of these, such as
                 `lambda batch: (batch["x"], batch["y"])`.
-            accumulate_steps: number of batches whose gradients make a step, which is that of one
-                batch of all their points.
-            autocast: `torch.bfloat16` lets linear maps compute in half precision; the KL and
-                variances stay in the parameters'.
-            compile: make each step one compiled program, for every shape of a batch (the compiler
-                takes seconds to a minute); what cannot be one runs as it is, with a warning. On a
-                CUDA device the whole step is one graph, with Adam, AdamW and fused SGD.
-            nan_check: `"step"` looks at each loss and gradient before it is used; `"epoch"` once at
-                the end, for which it keeps a copy of parameters and optimiser, so that an
-                accelerator is never waited for.
+            accumulate_steps: number of batches for each step, with the gradient of all their
+                points.
+            autocast: `torch.bfloat16` runs linear maps in half precision; the KL and variances keep
+                the dtype of the parameters.
+            compile: compile each step into one program, for every shape of a batch (this takes
+                seconds to a minute). Steps that cannot be compiled run uncompiled, with a warning.
+                On a CUDA device the whole step is one graph, with Adam, AdamW and fused SGD.
+            nan_check: `"step"` checks each loss and gradient before it is used. `"epoch"` checks
+                once at the end and keeps a copy of parameters and optimiser, so the host never
+                waits for an accelerator.
             scheduler: a class of `torch.optim.lr_scheduler`, a `functools.partial` of one, or a
                 scheduler of the optimiser that is given as `optim`. Checkpoints have its state.
-            schedule_by: whether it makes a step after each `"epoch"` or each `"batch"`. By epochs
-                `ReduceLROnPlateau` sees the loss.
-            validation: held-out data, as in `data_loader`, whose log-likelihood per point is taken
-                after each epoch.
-            patience: stop after so many epochs in which it is not higher than before.
-            restore_best: go back to the epoch in which it was highest.
+            schedule_by: whether it steps after each `"epoch"` or each `"batch"`. By epochs,
+                `ReduceLROnPlateau` gets the loss.
+            validation: held-out data, as in `data_loader`, whose log-likelihood per point is
+                computed after each epoch.
+            patience: stop after so many epochs without an improvement.
+            restore_best: go back to the best epoch.
 
         Returns:
             Loss, expected log-likelihood and KL of each epoch, in nats for the whole data set.
@@ -244,10 +242,10 @@ class VariationalBNN(TrainedBNN):
         Raises:
             TypeError: arguments are swapped, or of a wrong type.
             ValueError: the loader is empty, or yields something else; targets do not fit the
-                likelihood; a batch is larger than `dataset_size`; batches, or what has to be the
-                same, differ between processes.
-            RuntimeError: the loss or its gradient is not finite; the parameters are those before
-                the step, or before the epoch.
+                likelihood; a batch is larger than `dataset_size`; batches, or settings that have to
+                agree, differ between processes.
+            RuntimeError: the loss or its gradient is not finite; the parameters stay as they were
+                before the step, or before the epoch.
         """
         num_epochs = check_num_epochs(optim, num_epochs)
         options = FitOptions(

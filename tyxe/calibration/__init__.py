@@ -1,4 +1,4 @@
-"""Calibration after training: mended probabilities and scales, sets that cover, abstaining."""
+"""Calibration after training: probabilities, scales, sets with guaranteed coverage, abstaining."""
 
 from tyxe.calibration.base import Calibrated, CalibratedModule, Calibrator
 from tyxe.calibration.conformal import SplitConformal, coverage, size

@@ -1,4 +1,4 @@
-"""What is fitted to predictions of held-out data, and changes others."""
+"""Calibrators: fitted to predictions of held-out data, and applied to others."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from tyxe.metrics.checks import check_probs, check_real, check_regression, check
 class Calibrator(ABC):
     """Base of calibrators: `fit` to predictions with targets, then `predict` others.
 
-    A subclass implements `fit`, which returns itself, and `predict`; what it fits is in attributes.
+    A subclass implements `fit`, which returns itself, and `predict`; fitted numbers are attributes.
 
     Attributes:
-        replaces: whether what `predict` returns are predictions again, and not something beside
-            them, such as sets.
+        replaces: whether `predict` returns predictions again, and not something else, such as sets.
     """
 
     replaces = True
@@ -48,34 +47,34 @@ class Calibrator(ABC):
 
     @abstractmethod
     def predict(self, predictions: Any) -> Any:
-        """Return what follows from predictions; a RuntimeError before `fit`."""
+        """Return calibrated predictions, sets or intervals; a RuntimeError before `fit`."""
 
     def __call__(self, predictions: Any) -> Any:
         return self.predict(predictions)
 
     def of(self, predictions: Any, likelihood: Likelihood) -> Any:
-        """Convert what a BNN's `predict` returns to what `fit` and `predict` take."""
+        """Convert predictions of a BNN to the form that `fit` and `predict` take."""
         return predictions
 
     def back(self, found: Any, likelihood: Likelihood) -> Any:
-        """Convert what `predict` returns to predictions of the likelihood."""
+        """Convert results of `predict` to predictions of the likelihood."""
         return found
 
     def wrap(
         self, bnn: Any, loader: Iterable[Any], *, unpack: Unpack | None = None, **options: Any
     ) -> Calibrated:
-        """Fit to a BNN's predictions of held-out data, and return what predicts by both.
+        """Fit to a BNN's predictions of held-out data, and return both as a `Calibrated`.
 
         Args:
             bnn: any BNN with a likelihood, or an `EnsembleBNN`.
-            loader: yields held-out `(inputs, targets)`, or with weights; what is missing, and what
-                the likelihood ignores, is left out.
-            unpack: from what the loader yields to these.
-            options: of `predict`, such as `num_predictions=32`; the same in all predictions.
+            loader: yields held-out `(inputs, targets)`, or with weights; without missing and
+                ignored targets.
+            unpack: a function from a batch of the loader to these.
+            options: options of `predict`, such as `num_predictions=32`, for all predictions.
 
         Raises:
-            TypeError: no BNN, one of several outputs, or one whose predictions the calibrator is
-                not for.
+            TypeError: not a BNN, or one of several outputs, or with predictions that the calibrator
+                does not take.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -100,7 +99,7 @@ class Calibrator(ABC):
         return Calibrated(bnn, self, options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what was fitted to a file; an OSError leaves an earlier one."""
+        """Write the fitted numbers to a file; an OSError leaves an earlier file."""
         files.write(path, self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -130,12 +129,12 @@ class Calibrator(ABC):
 
 
 class Calibrated:
-    """A BNN whose predictions go through a calibrator, as `Calibrator.wrap` makes it.
+    """A BNN whose predictions go through a calibrator; `Calibrator.wrap` makes it.
 
     Args:
         bnn: the BNN.
-        calibrator: what is fitted, or is to be loaded.
-        options: of `predict`, such as `num_predictions`; those of a file that is loaded.
+        calibrator: a fitted calibrator, or one to load.
+        options: options of `predict`, such as `num_predictions`; `load` replaces them.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class Calibrated:
         return f"Calibrated(\n{indent(parts, '  ')}\n)"
 
     def predict(self, *inputs: Any, **options: Any) -> Any:
-        """Return calibrated predictions, sets or intervals; arguments are those of the BNN's."""
+        """Return calibrated predictions, sets or intervals; arguments are those of the BNN."""
         found = self.bnn.predict(*inputs, **(self._options | options))
         return _through(self.calibrator, found, self.bnn.likelihood)
 
@@ -161,17 +160,17 @@ class Calibrated:
     ) -> CalibratedModule:
         """Return the BNN and the calibrator as one plain module, for export and servers.
 
-        Its forward returns calibrated predictions. Where the calibrator makes sets or intervals of
-        them, it returns the BNN's predictions and these, as a pair.
+        Its forward returns calibrated predictions. If the calibrator makes sets or intervals, it
+        returns a pair of the BNN's predictions and these.
 
         Args:
-            num_draws, closed_form, link: of the BNN's own `to_ensemble`. Predictions of another
-                number of draws than was calibrated are as sure as these only on average.
+            num_draws, closed_form, link: of the BNN's `to_ensemble`. With another number of draws
+                than was calibrated, predictions are calibrated only on average.
 
         Raises:
             RuntimeError: the calibrator is not fitted.
-            ValueError: what was calibrated are other predictions than the module makes, such as
-                those by `"glm"`, which have no draws.
+            ValueError: the module would make other predictions than were calibrated, such as those
+                by `"glm"`, which have no draws.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -200,7 +199,7 @@ class Calibrated:
         return CalibratedModule(module, self.calibrator, self.bnn.likelihood)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write BNN, calibrator and options to one file; an OSError leaves an earlier one."""
+        """Write BNN, calibrator and options to one file; an OSError leaves an earlier file."""
         own = {"bnn": dict(self.bnn.state_dict()), "options": self._options}
         files.write(path, {**self.calibrator._content(), **own})
 
@@ -222,15 +221,14 @@ class Calibrated:
 
 
 class CalibratedModule(nn.Module):
-    """A module and what was calibrated for its predictions, as one module to export.
+    """A module and a calibrator of its predictions, as one module to export.
 
-    The module is a plain net, or what `to_ensemble` makes of a BNN; see `Calibrated.to_ensemble`.
+    The module is a plain net, or a BNN's `to_ensemble()`; see `Calibrated.to_ensemble`.
 
     Args:
         module: returns predictions.
-        calibrator: what was fitted.
-        likelihood: of the predictions of a BNN; those of a plain net go to the calibrator as they
-            are.
+        calibrator: the fitted calibrator.
+        likelihood: likelihood of a BNN's predictions; those of a plain net are passed on unchanged.
 
     Example:
         >>> from tyxe.calibration import TemperatureScaling
@@ -249,7 +247,7 @@ class CalibratedModule(nn.Module):
         self.calibrator, self._likelihood = copy.deepcopy(calibrator), copy.deepcopy(likelihood)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return calibrated predictions, or predictions and what the calibrator makes of them."""
+        """Return calibrated predictions, or predictions and the sets or intervals."""
         found = self.module(*inputs, **kwargs)
         if self._likelihood is None:
             made = self.calibrator.predict(found)

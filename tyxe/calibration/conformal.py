@@ -1,4 +1,4 @@
-"""Split conformal prediction: sets of classes and intervals that cover as often as they say."""
+"""Split conformal prediction: sets of classes and intervals with guaranteed coverage."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ CLASS_SCORES, NUMBER_SCORES = ("lac", "aps"), ("normalized", "cqr")
 
 
 class SplitConformal(Calibrator):
-    """Sets or intervals that hold the target with a probability, however good the predictions are.
+    """Sets or intervals that hold the target with a given probability, for any predictions.
 
     For `n` held-out points and a new one that are exchangeable, the probability is between `level`
-    and `level + 1 / (n + 1)`, on average over such sets of points; it is not that of each kind of
-    input. What good predictions bring is small sets.
+    and `level + 1 / (n + 1)`, on average over such points, and not for each kind of input. Better
+    predictions give smaller sets.
 
     Args:
-        score: of classes, from probabilities `(n, C)`: `"aps"`, the probability of all classes that
-            are more likely (their default), or `"lac"`, one minus that of the class, whose sets are
-            the smallest on average; of numbers: `"normalized"`, `|y - mu| / sigma`, from
+        score: for classes, from probabilities `(n, C)`: `"aps"`, the probability of the class and
+            all that are more likely (the default), or `"lac"`, one minus that of the class, whose
+            sets are the smallest on average; for numbers: `"normalized"`, `|y - mu| / sigma`, from
             `(mean, scale)` (the default for pairs), or `"cqr"`, from two quantiles
-            `(lower, upper)`, of a BNN those of a Normal. Of several numbers `(n, ...)` the interval
-            holds all at once.
+            `(lower, upper)`, for a BNN those of a Normal. For several numbers `(n, ...)` the
+            intervals hold all at once.
         level: the probability, between 0 and 1.
-        randomized: count a random part of the class itself in `"aps"`, by torch's generator, as in
-            the paper, and not all of it, so that sets are the same each time.
+        randomized: in `"aps"`, count a random part of the class itself, as in the paper, by torch's
+            generator. Otherwise all of it counts, and sets are the same each time.
 
     Attributes:
-        threshold: the largest score that is held; None before `fit`.
+        threshold: the largest score inside a set; None before `fit`.
 
     Raises:
-        TypeError: predictions that the score is not for.
+        TypeError: predictions that the score does not take.
         ValueError: an unknown score or level; from `fit`, fewer points than the level needs, or
-            targets that are no classes.
+            targets that are not classes.
 
     References:
         Vovk et al. 2005; Sadinle et al. 2019 (LAC); Romano et al. 2020 (APS) and 2019 (CQR).

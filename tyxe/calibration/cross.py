@@ -1,4 +1,4 @@
-"""Jackknife+ and CV+: intervals for small data, all of which train and all of which calibrate."""
+"""Jackknife+ and CV+: intervals for small data; all points serve for training and calibration."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ Predictor = Callable[[Tensor], Any]
 
 
 class CVPlus:
-    """Intervals that hold a number with a probability, by models that have not seen each point.
+    """Intervals that hold a number with a given probability, by cross-validation.
 
-    A model is trained without each fold of the data, and the errors on what it has not seen move
-    its predictions. For exchangeable points the interval holds a target with a probability of at
-    least `1 - 2 (1 - level)`, and about `level` in practice; with one fold for each point this is
-    the jackknife+. With `K` folds of `n` points the bound is lower by at most `sqrt(2 / n)`.
+    One model is trained without each fold of the data, and its errors on that fold widen its
+    predictions. For exchangeable points the interval holds a target with a probability of at least
+    `1 - 2 (1 - level)`, and about `level` in practice; with one fold for each point this is the
+    jackknife+. With `K` folds of `n` points the bound is lower by at most `sqrt(2 / n)`.
 
     Args:
         train: called as `train(x, y)`, returns a function from inputs to means, or to
-            `(mean, scale)`, such as `bnn.predict` of a fitted BNN. Errors are in units of scales.
-        level: the probability, between 0 and 1, for each number of a target by itself.
-        folds: number of models; None for as many as points.
+            `(mean, scale)`, such as `bnn.predict` of a fitted BNN. Errors are in units of the
+            scales.
+        level: the probability, between 0 and 1, for each number of a target separately.
+        folds: number of models; None for one for each point.
 
     Raises:
         ValueError: from `fit`, fewer points than folds, or than the level needs.

@@ -1,4 +1,4 @@
-"""Answering only where the error among the answers stays below a given share."""
+"""Abstaining, so that the share of errors among the answers stays below a limit."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ STRICTEST, STEPS = 30.0, 1000
 
 
 class RiskControl(Calibrator):
-    """Answers for the most confident points, as many as keep the error among them below a risk.
+    """Answers for the most confident points, as many as keep the share of errors below a risk.
 
     With probability `1 - delta` over the held-out points, the share of errors among all points that
-    are answered is at most `risk`. It holds for any classifier, and for points that are independent
-    and like those held out. It takes for granted that the error among answers does not fall where a
-    lower threshold answers more.
+    are answered is at most `risk`. This holds for any classifier, and for points that are
+    independent and like those held out. It assumes that errors among answers do not become rarer
+    when a lower threshold answers more.
 
     Thresholds of the largest probability's log-odds are tested from the strictest down, by the
-    Clopper-Pearson bound of the error, until the first fails. The first one that counts answers a
-    fifth of the points, or as many as the bound needs where that is more.
+    Clopper-Pearson bound of the error, until the first fails. The first one answers a fifth of the
+    points, or, if more, as many as the bound needs.
 
     Args:
         risk: the largest share of errors, between 0 and 1.
         delta: the probability that it is exceeded.
 
     Attributes:
-        threshold: the smallest log-odds that are answered; infinity, with a warning, where nothing
-            is answered, and None before `fit`.
+        threshold: the smallest log-odds that are answered; infinity, with a warning, if nothing is
+            answered; None before `fit`.
 
     Raises:
-        TypeError: predictions that are no logits `(n, C)`.
+        TypeError: predictions that are not logits `(n, C)`.
         ValueError: from `fit`, fewer points than `log(delta) / log(1 - risk)`, weights other than
-            1, or targets that are no classes.
+            1, or targets that are not classes.
 
     References:
         Angelopoulos et al. 2021, Learn then test, fixed-sequence testing; Geifman and El-Yaniv
@@ -98,7 +98,7 @@ class RiskControl(Calibrator):
         return self
 
     def predict(self, predictions: Any) -> Tensor:
-        """Return booleans, True where to answer, `(n, ...)`."""
+        """Return booleans, True for points to answer, `(n, ...)`."""
         threshold = self._fitted("threshold")
         return (_log_odds(check_logits(predictions)) >= threshold).reshape(predictions.shape[:-1])
 

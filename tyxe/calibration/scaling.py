@@ -1,4 +1,4 @@
-"""One number for all predictions: a temperature of classes, a factor of standard deviations."""
+"""One number for all predictions: a temperature for classes, a factor for standard deviations."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ BOUND, STEPS = 1e3, 60
 
 
 class TemperatureScaling(Calibrator):
-    """Logits divided by the temperature of the best log-likelihood of held-out data.
+    """Logits divided by the temperature with the best log-likelihood of held-out data.
 
     For a BNN, the logits are those of its averaged predictions, as `predict` returns them. Targets
-    are labels, or probabilities of the classes.
+    are labels or class probabilities.
 
     Attributes:
         temperature: above 1, the predictions were too certain; None before `fit`.
 
     Raises:
-        TypeError: predictions that are no logits `(n, C)`.
-        ValueError: from `fit`, targets that are no classes of these, or for which no temperature is
-            the best, because the predictions get them all right, or none better than by chance.
+        TypeError: predictions that are not logits `(n, C)`.
+        ValueError: from `fit`, targets that are not such classes, or without a best temperature,
+            because the predictions are all right, or not better than chance.
 
     Reference:
         Guo et al. 2017.
@@ -82,7 +82,7 @@ class TemperatureScaling(Calibrator):
 
 
 class ScaleFactor(Calibrator):
-    """Standard deviations times the factor of the best log-likelihood of held-out data.
+    """Standard deviations times the factor with the best log-likelihood of held-out data.
 
     For a Gaussian it is `sqrt(mean ((y - mu) / sigma)^2)`. Predictions are `(mean, scale)`, of BNNs
     with other forms of predictions as well.
@@ -91,7 +91,7 @@ class ScaleFactor(Calibrator):
         factor: above 1, the predictions were too certain; None before `fit`.
 
     Raises:
-        TypeError: predictions that are no such pair.
+        TypeError: predictions that are not such a pair.
         ValueError: from `fit`, targets of another shape, or standard deviations of 0.
 
     Example:

@@ -21,8 +21,8 @@ def k_center(inputs: Tensor, size: int) -> Tensor:
     """Return indices, `(size,)`, of points that cover the others, starting from a random one.
 
     Each is the point farthest from those before it, in Euclidean distance. The largest distance of
-    any point to the nearest of them is at most twice the smallest that is possible. It takes
-    `n * size` distances.
+    any point to the nearest of them is at most twice the smallest possible. It takes `n * size`
+    distances.
 
     Reference:
         Gonzalez (1985), Clustering to minimize the maximum intercluster distance; Nguyen et al.
@@ -99,7 +99,7 @@ def split_coreset(data: Pair, indices: Tensor) -> tuple[Pair, Pair]:
 def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
     """Restore the state of a BNN, and of its heads, at the end.
 
-    For changes that serve one prediction only, such as a fit to coresets.
+    Use it for changes that serve only one prediction, such as a fit to coresets.
 
     Args:
         bnn: any wrapper. Its parameters, buffers and prior are restored, and its own settings, such

@@ -1,4 +1,4 @@
-"""Parts of a net of which every task has its own, such as output layers."""
+"""Parts of a net that each task has for itself, such as output layers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Values = dict[str, Tensor]
 
 
 class Heads:
-    """Parts of a BNN's net of which every task has its own, outside the prior.
+    """Parts of a BNN's net, outside the prior, that each task has for itself.
 
     The net holds the head of one task, and this object the values of the others. Switching copies
-    parameters and buffers in place, so that optimisers and references to them remain valid. A
-    warning names norms outside the parts, because all tasks would share their running statistics.
+    parameters and buffers in place, so optimisers and references to them remain valid. A warning
+    names norms outside the parts, because all tasks would share their running statistics.
 
     Args:
         bnn: any wrapper, built with a prior that hides the parts.
         modules: names or globs of parts of `bnn.net`, such as `["2"]` or `["head*"]`.
 
     Raises:
-        TypeError: no BNN, or no list of names.
+        TypeError: not a BNN, or not a list of names.
         ValueError: the net has no such part, the part has no parameters or buffers, or one of its
             parameters is a site of the prior.
 
@@ -94,7 +94,7 @@ class Heads:
 
     @check.arguments
     def start(self, task: Task) -> None:
-        """Give a new task a head, with the values that the net came with: the same for every task.
+        """Give a new task a head with the net's original values, the same for every task.
 
         Raises:
             ValueError: the task has a head already.

@@ -58,10 +58,10 @@ class SynapticIntelligence:
         bnn: a wrapper whose prior hides everything.
         c: strength of the penalty.
         xi: keeps the quotient finite; positive.
-        heads: parts of which every task has its own, which are not penalised.
+        heads: parts that each task has for itself; they are not penalised.
 
     Attributes:
-        penalty: on the mean loss, of precisions `2 c Omega` about the last task's weights.
+        penalty: that on the mean loss, with precisions `2 c Omega` about the last task's weights.
 
     Raises:
         ValueError: the BNN has sites; `c` or `xi` is not positive.

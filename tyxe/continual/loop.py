@@ -68,8 +68,8 @@ class TaskLoop:
     The accuracy matrix `A` has `A[t, i]`, the score on task `i` after `t + 1` tasks; it is NaN
     for `i > t`, except for `A[t, t + 1]` with `ahead`: the score on the next task before its fit.
 
-    If a call raises, the next `run` continues with that call, or from the checkpoint, so that no
-    task is fitted again under the posterior of its own data.
+    If a call raises, the next `run` repeats that call, or continues from the checkpoint. So no task
+    is fitted again with the posterior of its own data as prior.
 
     Args:
         bnn: any wrapper.
@@ -83,7 +83,7 @@ class TaskLoop:
             penalties, coresets, an optimiser for all tasks.
 
     Raises:
-        TypeError: a string in place of the tasks, or a task that is neither string nor integer.
+        TypeError: a string instead of the tasks, or a task that is neither string nor integer.
         ValueError: no tasks, or one twice; heads of another BNN.
 
     Example:
@@ -143,7 +143,7 @@ class TaskLoop:
 
         Args:
             checkpoint: a file, which is read if it exists, and written at the start and after each
-                task. A run that is stopped while it writes leaves the file before.
+                task. If a run is stopped while it writes, the earlier file stays.
             callback: `callback(task, scores)` after each, with the scores on all tasks seen; the
                 loop stops if it returns True, and continues with the next `run`.
 
@@ -151,8 +151,7 @@ class TaskLoop:
             The accuracy matrix, `(tasks, tasks)`.
 
         Raises:
-            ValueError: the file is damaged, no checkpoint, or one of other tasks or of another
-                order.
+            ValueError: the file is damaged, not a checkpoint, or of other tasks or another order.
         """
         path = None if checkpoint is None else Path(checkpoint)
         if path is not None and path.exists():

@@ -20,7 +20,7 @@ def average_accuracy(accuracy: Tensor) -> Tensor:
         `(..., T)`; NaN for tasks still to come.
 
     Raises:
-        ValueError: it is no square matrix.
+        ValueError: it is not a square matrix.
 
     Reference:
         [T] fig. 5.4.

@@ -148,7 +148,7 @@ def collect_curvature(
     """Sum `J_n^T H_n J_n` over a data set, and scale it to the likelihood's `dataset_size`.
 
     Args:
-        linearize: linearises the net on a batch.
+        linearize: a function that linearises the net on a batch.
         batches: pairs of inputs and targets, of which some may be masked or have weights.
         structure: `"full"`, the matrix; `"diag"`, its diagonal; or `"kron"`, one Kronecker product
             for each linear map: the exact block for one point without weight sharing [T 3.5], the
@@ -157,7 +157,7 @@ def collect_curvature(
             sampled label for each point; or `"empirical"`, with the true labels [T 3.1, GLM 2].
         reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
             each position counts as a data point.
-        group: the processes, each with batches of its own, over whose data the curvature is.
+        group: the processes, each with its own batches; the curvature is that of all data.
 
     Raises:
         RuntimeError: another of the processes has failed.

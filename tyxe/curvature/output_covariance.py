@@ -28,8 +28,8 @@ def functional_covariance(linear: Linearization, precision: BlockDiagonal) -> Te
     """Return `J_n Lambda^-1 J_n^T`, `(n, ..., C, C)`, for each point [GLM 3].
 
     For outputs `(n, ..., C)` there is a `C x C` matrix for each position, such as a pixel;
-    covariances between positions are left out. The Jacobian of a map without groups that is used at
-    one position is not formed.
+    covariances between positions are left out. For a map without groups that is used at one
+    position, the Jacobian is not formed.
 
     Args:
         linear: the net on a batch.

@@ -46,26 +46,25 @@ class CurvatureProducts:
     """The products `v -> G v` of a net's curvature over a data set, `G = sum_n J_n^T H_n J_n`.
 
     A product is a pass through the data: for each batch and vector a Jacobian-vector product, one
-    with output Hessians, and a vector-Jacobian product. Smaller batches take less memory. Where
+    with output Hessians, and a vector-Jacobian product. Smaller batches take less memory. If
     PyTorch has no forward mode for the net, the first of the three is a derivative of a derivative,
-    and a warning says so. The net has to be in eval mode.
+    with a warning. The net has to be in eval mode.
 
     Args:
-        forward: from values by name and the inputs of a batch to the net's outputs.
-        values: the values at which the curvature is, by name.
-        likelihood: its `dataset_size` is what the sum is scaled to.
-        batches: returns those of a pass, the same each time: inputs and targets, which may be
+        forward: a function from values by name and the inputs of a batch to the net's outputs.
+        values: the values at which the curvature is taken, by name.
+        likelihood: the sum is scaled to its `dataset_size`.
+        batches: returns the batches of a pass, the same each time: inputs and targets, which may be
             `Targets` with weights or a mask.
         curvature: `"ggn"`, whose output Hessians make it the exact Fisher information;
             `"fisher"`, with `r r^T` of one sampled label for each point, the same in all products;
             `"empirical"`, with the true labels; or `"hessian"` of the negative log-likelihood.
         blocks: the order of the elements of `v`; by default that of the values.
-        group: processes of `torch.distributed`, each with batches of its own, over all of which
-            the sum is.
+        group: processes of `torch.distributed`, each with its own batches; the sum is over all.
 
     Raises:
         ValueError: values in half precision; in a product, outputs or targets do not fit the
-            likelihood, no point counts, the first batch is another one than in the pass before, or
+            likelihood, no point counts, the first batch differs from that of the pass before, or
             the result is not finite.
 
     Example:

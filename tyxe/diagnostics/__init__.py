@@ -1,4 +1,4 @@
-"""Is the posterior right: calibration by simulation, agreement with references, all scores."""
+"""Checks of posteriors: calibration by simulation, agreement with references, all scores."""
 
 from tyxe.diagnostics.diagnose import diagnose
 from tyxe.diagnostics.psis import pareto_k

@@ -1,4 +1,4 @@
-"""What is diagnosed: a BNN, its data, and what it says of them, computed once."""
+"""The case to diagnose: a BNN, its data, and its predictions of them, computed once."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Case:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Spare linear maps the draws of weights; which these are is not the question here."""
+    """Use local reparameterisation without its warnings about other maps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TyxeWarning)
         with local_reparameterization():

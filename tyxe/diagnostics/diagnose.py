@@ -1,4 +1,4 @@
-"""One question to a posterior: what is wrong with it."""
+"""One check of a posterior for the most common problems."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ def diagnose(
     unpack: Unpack | None = None,
     **options: Any,
 ) -> Report:
-    """Look for what goes wrong silently, and say what mends it.
+    """Look for problems that raise no error, and say how to fix them.
 
-    Of all BNNs: points against `dataset_size`; training against held-out data; calibration against
+    For all BNNs: points against `dataset_size`; training against held-out data; calibration against
     that of data drawn from the predictions; how many draws are needed; predictions that depend on
-    their batch, or on stale statistics of norms; errors beside those of the net at the posterior's
-    centre, and of a plain fit; inputs that are not standardised; sites that the net does not read.
-    Of ensembles: members that are not like the others. Of guides: KL against data, the gradient of
+    their batch, or on outdated norm statistics; errors compared with those at the posterior's
+    centre and of a plain fit; inputs that are not standardised; sites that the net does not use.
+    For ensembles: members that differ from the others. For guides: KL against data, the gradient of
     the ELBO against its noise, scales and units that have collapsed or have not moved, k-hat of
-    small sites. Of `LaplaceBNN`: the gradient at the mode, its prior, eigenvalues. Of chains: R-hat
-    and effective samples of outputs and log joint, divergences, energy. The BNN is not changed, and
-    the random generators are set back.
+    small sites. For `LaplaceBNN`: the gradient at the mode, its prior, eigenvalues. For chains:
+    R-hat and effective samples of outputs and log joint, divergences, energy. The BNN is not
+    changed, and the random generators are restored.
 
-    Log-likelihoods are means over points, in nats. "Noise" of a gradient is the standard deviation
-    that it has over data sets of this size, so that at 1 the optimum is about a posterior's
-    standard deviation away. A cost of a few epochs is to be expected, and that of 300 steps of a
-    plain fit where points times weights are at most 10 million.
+    Log-likelihoods are means over points, in nats. The "noise" of a gradient is its standard
+    deviation over data sets of this size; at 1 the optimum is about one posterior standard
+    deviation away. Expect the cost of a few epochs, and of a plain fit of 300 steps if points times
+    weights are at most 10 million.
 
     Args:
-        bnn: a fitted BNN with a likelihood, or an `EnsembleBNN`, whose members are looked at one by
+        bnn: a fitted BNN with a likelihood, or an `EnsembleBNN`, whose members are checked one by
             one.
         train: the loader of the fit: all training data, once.
         held_out: held-out `(inputs, targets)`.
-        plain: the net of maximum likelihood, as a fitted BNN, to be compared with; by default one
-            is fitted where that is cheap.
+        plain: the net of maximum likelihood, as a fitted BNN, to compare with; by default one is
+            fitted if that is cheap.
         beta: weight of the KL in the fit.
         num_predictions: number of draws, by default as in `predict`.
-        unpack: from what loaders yield to `inputs, targets`, or with weights.
-        options: of `evaluate` and `predict`.
+        unpack: a function from a batch of a loader to `inputs, targets`, or with weights.
+        options: options of `evaluate` and `predict`.
 
     Raises:
-        TypeError: a BNN without likelihood; `plain` that is no BNN.
+        TypeError: a BNN without likelihood; `plain` that is not a BNN.
         ValueError: no data.
-        RuntimeError: chains, curvature or snapshots are not there yet.
+        RuntimeError: there are no chains, curvature or snapshots yet.
 
     Reference:
         Vehtari et al. 2021, for R-hat and effective samples; Yao et al. 2018, for k-hat; Betancourt

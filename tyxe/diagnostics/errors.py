@@ -1,4 +1,4 @@
-"""Are errors those that a net of this kind can have: beside the centre's, and a plain fit's."""
+"""Whether errors are too large, compared with the centre and with a plain fit."""
 
 from __future__ import annotations
 

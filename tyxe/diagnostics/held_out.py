@@ -1,4 +1,4 @@
-"""Are held-out data as probable as they should be: fit, calibration, draws, batches."""
+"""Whether held-out data are as probable as they should be: fit, calibration, draws, batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the posterior what inference was to find: its data, gradients, scales, curvature."""
+"""Whether inference has found the posterior: its data, gradients, scales, curvature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tail of importance ratios, by which an approximation is judged as a density."""
+"""The tail of importance ratios, which tests an approximation as a density."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TELLING, NUM_RATIOS = 300, 100
 def pareto_k(log_ratios: Tensor) -> float:
     """Return the shape of the generalised Pareto distribution that the largest ratios follow.
 
-    Above 1/2 the ratios have no variance, above 1 no mean; below 0.7 importance sampling by the
-    approximation works with as many draws as one has. In hundreds of dimensions it is above 0.7
-    for nearly every approximation, which then says nothing about its predictions. It is minus
-    infinity where the largest ratios differ by rounding alone, as those of an exact posterior do,
-    and infinity where fewer than five are above 0 beside the largest.
+    Above 1/2 the ratios have no variance, above 1 no mean. Below 0.7 importance sampling by the
+    approximation works with a usual number of draws. In hundreds of dimensions it is above 0.7 for
+    nearly every approximation, which then says nothing about its predictions. It is minus infinity
+    if the largest ratios differ only by rounding, as for an exact posterior, and infinity if fewer
+    than five do not vanish next to the largest.
 
     Args:
         log_ratios: `log p(w_s, D) - log q(w_s)` of draws from `q`, up to a constant, `(S,)`.

@@ -1,4 +1,4 @@
-"""How far predictives are apart, such as a method's and that of long chains, kept in a file."""
+"""Distances between predictives, such as from those of long chains, kept in a file."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Reference:
     r_hat: float
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file; an OSError leaves an earlier one."""
+        """Write it to a file; an OSError leaves an earlier file."""
         files.write(path, {"reference": dict(vars(self))})
 
     @classmethod
@@ -126,7 +126,7 @@ class Reference:
             raise ValueError(reason) from None
 
     def compare(self, bnn: Any, num_predictions: int = 100, **options: Any) -> dict[str, float]:
-        """Return how far a BNN's predictions at the inputs are from the reference's.
+        """Return the distance of a BNN's predictions at the inputs from the reference.
 
         Args:
             bnn: a BNN of the same net, under any inference, or an ensemble.
@@ -134,7 +134,7 @@ class Reference:
             options: of `predict`.
 
         Returns:
-            `"agreement"` and `"total variation"` of classes; else `"wasserstein2"` of the net's
+            `"agreement"` and `"total variation"` for classes; else `"wasserstein2"` of the net's
             outputs, in their units.
 
         Raises:
@@ -163,12 +163,12 @@ class Reference:
 
 @check.arguments
 def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Reference:
-    """Return what chains that have converged predict for inputs, to compare other methods with.
+    """Return the predictions of converged chains for inputs, to compare other methods with.
 
     Args:
-        bnn: an `MCMC_BNN` that was fitted, by several chains, or one long one.
+        bnn: an `MCMC_BNN` that was fitted with several chains, or one long chain.
         inputs: a batch, as the net's arguments.
-        largest_r_hat: of the outputs, split R-hat over chains [Vehtari et al. 2021].
+        largest_r_hat: limit for the outputs' split R-hat over chains [Vehtari et al. 2021].
 
     Raises:
         TypeError: another wrapper.

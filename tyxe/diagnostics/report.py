@@ -30,16 +30,16 @@ def above(value: float) -> Range:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One number, where it ought to lie, and what to do where it does not.
+    """One number, its allowed range, and what to do if it is outside.
 
     Attributes:
         name: what the number is.
-        value: the number; of several parts, such as layers, the worst.
-        ok: lowest and highest value that is well.
-        tolerable: beyond which the verdict is "fail", and not "warn".
-        remedy: what mends it.
+        value: the number; for several parts, such as layers, the worst.
+        ok: lowest and highest good value.
+        tolerable: beyond it the verdict is "fail" and not "warn".
+        remedy: how to fix it.
         parts: the number of each part.
-        where: the part that the number is of.
+        where: the part that has this number.
     """
 
     name: str
@@ -93,20 +93,20 @@ class Line:
 
     @property
     def threshold(self) -> str:
-        """What is well, in words."""
+        """The good range, in words."""
         low, high = self.ok
         if high == math.inf:
             return "" if low == -math.inf else f">= {low:.3g}"
         return f"<= {high:.3g}" if low == -math.inf else f"{low:.3g} to {high:.3g}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return value, threshold, verdict, remedy, where it is, and the parts."""
+        """Return value, threshold, verdict, remedy, place and parts."""
         names = ("value", "threshold", "verdict", "remedy", "where", "parts")
         return {name: getattr(self, name) for name in names}
 
 
 class Report(dict[str, Line]):
-    """What `diagnose` has found: lines by name, which print as a table.
+    """The result of `diagnose`: lines by name, which print as a table.
 
     Attributes:
         predicted: probabilities of held-out classes and these, or the integral transform of
@@ -119,13 +119,13 @@ class Report(dict[str, Line]):
 
     @property
     def flags(self) -> list[Line]:
-        """The lines that are not well, those that fail first."""
+        """The lines with a warning or a failure, failures first."""
         found = [line for line in self.values() if line.verdict != "ok"]
         return sorted(found, key=lambda line: line.verdict != "fail")
 
     @property
     def summary(self) -> str:
-        """One line of text: how many numbers are well, and which are not."""
+        """One line of text: how many numbers are good, and which are not."""
         flags = "; ".join(f"{x.verdict}: {x.title} {x.value:.3g}" for x in self.flags)
         judged = sum(line.is_judged for line in self.values())
         return f"{judged - len(self.flags)} of {judged} numbers well" + (flags and f"; {flags}")

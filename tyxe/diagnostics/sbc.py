@@ -1,4 +1,4 @@
-"""Simulation-based calibration: posteriors of data from the prior hold the truth as they should."""
+"""Simulation-based calibration: how often posteriors of simulated data contain the truth."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIMULATED = 2_000
 
 @dataclass(frozen=True)
 class SBC:
-    """The ranks of true values among draws from posteriors, which ought to be uniform.
+    """The ranks of true values among draws from posteriors, which should be uniform.
 
     Attributes:
         ranks: of each function, `(num_simulations,)`, from 0 to `num_draws`.
@@ -48,8 +48,8 @@ class SBC:
     def p_values(self) -> dict[str, float]:
         """Return the p-value of uniform ranks, for each function by itself.
 
-        The statistic is the least probability, over levels and both tails, of the number of ranks
-        below a level.
+        The statistic is the smallest probability, over levels and both tails, of the number of
+        ranks below a level.
         """
         law = _law(*self._sizes)
         return {
@@ -58,7 +58,7 @@ class SBC:
         }
 
     def band(self, level: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
-        """Return levels `k / (L + 1)`, and the least and largest shares of ranks below each.
+        """Return levels `k / (L + 1)`, and the smallest and largest shares of ranks below each.
 
         For uniform ranks, all shares are inside at once with a probability of `level`.
         """
@@ -137,27 +137,28 @@ def sbc(
 
     Weights are drawn from the prior, targets from the likelihood, and the posterior of these is
     fitted. The rank of a function of the outputs at the true weights, among its values at draws
-    from the posterior, is uniform where inference is exact, if the draws are independent.
+    from the posterior, is uniform if inference is exact and the draws are independent.
 
     Args:
         make_bnn: makes the BNN, the same each time.
-        fit: `fit(bnn, [(inputs, y)])` fits it; what it returns, if anything, takes its place. Of
-            chains, thin the samples, so that draws are independent.
-        inputs: a batch, of which the posteriors are.
-        functions: from outputs `(n, ...)` and targets to a number, by name; by default the outputs'
-            mean. The log-likelihood of the targets is among them always: it sees
-            what single outputs do not [Modrak et al. 2023].
-        num_simulations: how many.
+        fit: `fit(bnn, [(inputs, y)])` fits it; a BNN that it returns is used instead. Thin the
+            samples of chains, so that draws are independent.
+        inputs: the inputs of all simulated data sets, one batch.
+        functions: functions from outputs `(n, ...)` and targets to a number, by name; by default
+            the outputs' mean. The log-likelihood of the targets is always added, since it detects
+            more than single outputs do [Modrak et al. 2023].
+        num_simulations: number of simulations.
         num_draws: number `L` of draws from each posterior.
         predictive: `"bnn"`, drawn weights, the default, or `"glm"`, the linearised net at them.
-        seed: of simulation `i`, plus `i`, so that results do not depend on workers.
-        num_workers: processes; with more than one, `make_bnn`, `fit` and `functions` are picklable.
-        path: a file that keeps the ranks; what it has is not simulated again.
+        seed: simulation `i` has the seed `seed + i`, so results do not depend on workers.
+        num_workers: processes; for more than one, `make_bnn`, `fit` and `functions` must be
+            picklable.
+        path: a file that keeps the ranks; simulations that it has are not repeated.
         progress: show a bar; by default on a terminal only.
 
     Raises:
         ValueError: a prior that cannot be sampled, or nothing to sample; a file of other settings;
-            another predictive, whose draws are of each point alone.
+            another predictive, whose draws are independent between points.
 
     References:
         Talts et al. 2018; Säilynoja, Bürkner, Vehtari 2022, for bands and p-values.

@@ -35,17 +35,17 @@ def scores(
 ) -> Scores:
     """Return the scores of a BNN's predictions of held-out data.
 
-    Of any likelihood: `"log-likelihood"`, nats per point, and `"error"` per point, as of
-    `evaluate`. Of classes also the calibration errors, Brier score and AURC; of one number `(mean,
-    scale)` RMSE, CRPS, coverage and score of 90 % intervals and the quantile calibration error.
-    Points count by their weights, and numbers within them only where they are not missing.
+    For any likelihood: `"log-likelihood"`, nats per point, and `"error"` per point, as in
+    `evaluate`. For classes also the calibration errors, Brier score and AURC; for numbers
+    `(mean, scale)` RMSE, CRPS, coverage and score of 90 % intervals and the quantile calibration
+    error. Points count by their weights, and missing numbers are left out.
 
     Args:
         bnn: any BNN with a likelihood, or an `EnsembleBNN`.
         loader: yields held-out `(inputs, targets)`, or with weights.
         num_predictions: number of draws, by default as in `predict`.
-        unpack: from what the loader yields to these.
-        options: of `predict` and `evaluate`.
+        unpack: a function from a batch of the loader to these.
+        options: options of `predict` and `evaluate`.
 
     Example:
         >>> import pyro.distributions as dist, torch, tyxe

@@ -99,7 +99,7 @@ def site_named(sites: Iterable[Site], name: str) -> Site:
 
 
 def check_real(sites: Iterable[Site], what: str) -> None:
-    """Raise a ValueError for a site whose support a Gaussian leaves."""
+    """Raise a ValueError for a site whose support is not the real numbers."""
     for site in sites:
         if not site.is_real:
             raise ValueError(
@@ -113,7 +113,7 @@ _INSIDE, _SPREAD = re.compile(r"^((guide|rest|u)\.)+"), re.compile("scale|cov_fa
 
 
 class AnyGuide(nn.Module, ABC):
-    """What every guide answers: ours, those of Pyro, and that of a Laplace approximation.
+    """The interface of every guide: ours, those of Pyro, and that of a Laplace approximation.
 
     Attributes:
         sites: what the guide is a distribution over.
@@ -125,8 +125,8 @@ class AnyGuide(nn.Module, ABC):
     def posterior(self) -> dict[str, td.Distribution] | None:
         """Return the posterior of every site by its name in the joint model, with gradients.
 
-        A site of a distribution over several has a `JointMarginal` of it. It is None for a guide
-        that is a program alone, without distributions in closed form.
+        A site of a joint distribution has a `JointMarginal`. The result is None for a guide that is
+        only a program, without distributions in closed form.
         """
 
     @abstractmethod
@@ -135,21 +135,21 @@ class AnyGuide(nn.Module, ABC):
 
     @property
     def has_spread(self) -> bool:
-        """Whether draws differ, as those of a point estimate do not."""
+        """Whether draws differ, unlike those of a point estimate."""
         return True
 
     def parameter_kinds(self) -> Mapping[str, str]:
-        """Return the kind of each parameter by name: `scale`, `loc`, or a word of a guide's own.
+        """Return the kind of each parameter by name: `scale`, `loc`, or one that the guide defines.
 
-        It is read from the first word of the name that is no guide's inside of this one, such as
-        `scales` in `rest.scales.0.weight`.
+        It is read from the first part of the name, after those of inner guides, such as `scales` in
+        `rest.scales.0.weight`.
         """
         names = [name for name, _ in self.named_parameters()]
         words = {name: _INSIDE.sub("", name).partition(".")[0] for name in names}
         return {n: "scale" if _SPREAD.search(word) else "loc" for n, word in words.items()}
 
     def as_priors(self) -> Mapping[str, td.Distribution]:
-        """Return what a next prior may be made of, by site's name in the joint model."""
+        """Return the distributions for a next prior, by site's name in the joint model."""
         return self.posterior() or {}
 
     @check.arguments
@@ -163,13 +163,13 @@ class AnyGuide(nn.Module, ABC):
 
         Returns:
             Distributions by the names given (the net's own by default), for `DictPrior`. Coupled
-            sites have marginals of one copy of their joint posterior; a `DictPrior` has to have all
-            of them. Those of a Laplace approximation know the curvature that they contain.
+            sites have marginals of one copy of their joint posterior; a `DictPrior` needs all of
+            them. Those of a Laplace approximation record the curvature that they contain.
 
         Raises:
             RuntimeError: there is no posterior yet.
-            TypeError: the guide couples its sites in a way that has no closed form.
-            ValueError: a name that is no site.
+            TypeError: the guide couples its sites without a closed form.
+            ValueError: a name that is not a site.
         """
         names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
         sites = {name: site_named(self.sites, name) for name in names}
@@ -183,7 +183,7 @@ class Guide(AnyGuide):
     """Base of guides that hold distributions over sites.
 
     A subclass sets up its parameters in the constructor and implements `site_distribution`, and
-    `joints` where its posterior couples sites. The Pyro program and all else follow from these.
+    `joints` where its posterior couples sites. Everything else follows, including the Pyro program.
 
     Args:
         module: the program that samples the sites from their prior; a BNN passes its own.
@@ -201,7 +201,7 @@ class Guide(AnyGuide):
 
     @abstractmethod
     def site_distribution(self, site: Site) -> td.Distribution:
-        """Return the posterior of a site outside of `joints`, over values of the site's shape."""
+        """Return the posterior of a site outside `joints`, over values of the site's shape."""
 
     def joints(self) -> Iterable[JointDistribution]:
         """Return the posteriors that couple several sites; none by default."""
@@ -236,7 +236,7 @@ class Guide(AnyGuide):
 
     @staticmethod
     def draw_from(posterior: Mapping[str, td.Distribution], count: int) -> dict[str, Tensor]:
-        """Draw every site so many times at once, `(count, ...)`, without a Pyro program."""
+        """Draw every site `count` times at once, `(count, ...)`, without a Pyro program."""
         size = torch.Size([count])
         parts: dict[str, Tensor] = {}
         for name, q in posterior.items():
@@ -256,7 +256,7 @@ class Guide(AnyGuide):
 
     @property
     def kind(self) -> str:
-        """The class and the options that tell how to read a state dict, in which they are saved."""
+        """The class and options that are needed to read a state dict, and are saved in it."""
         return type(self).__name__
 
     def get_extra_state(self) -> Tensor:
@@ -302,7 +302,7 @@ def _median(q: td.Distribution) -> Tensor:
 
 
 def start_of(argument: str, start: Callable[[Any], Tensor], site: Site, message: Any) -> Tensor:
-    """Return where an initialiser lets a site start; another shape than the site's raises."""
+    """Return the start that an initialiser gives to a site; a wrong shape raises."""
     check.one_of(argument, start, Callable, "a function, such as tyxe.guides.init_to_zero")
     found = start(message).detach()
     hint = f", that of the site {site.name!r}"

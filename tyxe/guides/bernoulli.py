@@ -32,11 +32,11 @@ class AutoBernoulli(Guide):
     also chooses the regulariser (the KL, or the Beta-Bernoulli one) and which parameters stay
     deterministic. A draw has no gradient: train under `tyxe.poutine.local_reparameterization()`,
     where sums of weights are Gaussian by the central limit theorem. Predictions outside of it use
-    draws of the two values; with `num_predictions=0`, the more probable of the two.
+    draws of the two values, or with `num_predictions=0` the more probable one.
 
     Args:
         module: the program that samples the sites from their prior; a BNN passes its own.
-        init: weights `w` to start from: `"pretrained"`, the values that the net came with, or an
+        init: weights `w` to start from: `"pretrained"`, the net's original values, or an
             initialiser such as `PretrainedInitializer.from_net(net)`.
         init_gain: None starts the means at `w`, by `phi = 2 atanh(clip(w / s))`; a number `c`
             starts the logits at `phi = c w / s`.

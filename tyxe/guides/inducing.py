@@ -47,25 +47,25 @@ GLOBAL = "inducing_weights"
 class AutoInducing(Guide):
     r"""A posterior over few inducing weights `U` per layer, from which the prior gives `W`.
 
-    `q(W) = int q(W|U) q(U) dU`, `q(W|U) = N(E[W|U], lambda^2 Cov[W|U])`, `KL = R(lambda) +
-    KL[q(U) || p(U)]`. A layer with `d_r x d_c` weights (a bias is one more column) has `M_r (d_r +
-    1) + M_c (d_c + 1) + 1` parameters and those of `q(U)`. Sizes are capped at the layer's own. A
-    layer stays mean field where inducing weights would need no fewer parameters than its mean
-    field, `2 d_r d_c`; so do all sites that are no matrices.
+    `q(W) = int q(W|U) q(U) dU`, `q(W|U) = N(E[W|U], lambda^2 Cov[W|U])`,
+    `KL = R(lambda) + KL[q(U) || p(U)]`. A layer with `d_r x d_c` weights (a bias is one more
+    column) has `M_r (d_r + 1) + M_c (d_c + 1) + 1` parameters and those of `q(U)`. Sizes are capped
+    at the layer's own. A layer stays mean field if inducing weights would not need fewer parameters
+    than a mean field, `2 d_r d_c`; so do all sites that are not matrices.
 
     Args:
         module: the program that samples the sites from their prior; a BNN passes its own.
         inducing_rows: `M_r`: a number, a fraction of the layer's rows (a float), or a mapping from
-            weights' names to either. In a mapping None leaves a layer mean field, and a number is
-            used even where it needs more parameters.
+            weights' names to either. In a mapping, None leaves a layer mean field, and a number is
+            used even if it needs more parameters.
         inducing_cols: `M_c`, in the same forms.
         q_inducing: `"diagonal"` (FFG-U), `"full"` (FCG-U), `"matrix"` (a matrix normal) or
-            `"ensemble"`: points, of which a training step uses one and predictions all in turn.
-        options: all else.
+            `"ensemble"`: points; each training step uses one, and predictions cycle through all.
+        options: all other options.
         keywords: fields of `InducingOptions`, instead of `options`.
 
     Raises:
-        TypeError: sizes that are no numbers; an unknown keyword.
+        TypeError: sizes that are not numbers; an unknown keyword.
         ValueError: the program has no sites; sizes out of range or missing; an unknown
             `q_inducing`; a prior that is not a zero-mean Normal with one standard deviation for
             each site.

@@ -27,7 +27,7 @@ class InducingOptions:
         ensemble_size: members of `q_inducing="ensemble"`; with 1, a point estimate of `U`.
         whitened: `q` is over `U_w = C_r^-1 U C_c^-T`, whose prior is `N(0, 1)`.
         init_lambda: start of the scale of the conditional posterior.
-        max_lambda: its cap; 0 makes weights a function of `U` (and leaves `R(lambda)` out).
+        max_lambda: its cap; 0 makes weights a function of `U`, and leaves `R(lambda)` out.
         init_scale_u: start of the standard deviations of `U`.
         max_scale_u: their cap.
         init_residual: start of `D`, in the prior covariance `Z Z^T + D^2` of `U`.
@@ -38,7 +38,7 @@ class InducingOptions:
         mean_field: builds the guide of the sites without inducing weights.
 
     Raises:
-        TypeError: a count or a scale that is no number.
+        TypeError: a count or a scale that is not a number.
         ValueError: a number out of range, or `hierarchical` inducing weights that are not whitened.
     """
 

@@ -1,8 +1,8 @@
 """Starts of a guide's means and scales.
 
-An initialiser is a function of a site's Pyro message: `site["name"]`, `site["fn"]` (its prior)
-and, for sites of a net, `site["infer"]["fans"]` and `site["infer"]["own_value"]` (the value that
-the net came with). Pyro's autoguides take the same functions.
+An initialiser is a function of a site's Pyro message: `site["name"]`, `site["fn"]` (its prior) and,
+for sites of a net, `site["infer"]["fans"]` and `site["infer"]["own_value"]` (the net's original
+value). Pyro's autoguides take the same functions.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
 
 @check.arguments
 def init_to_net(site: Message | None = None) -> Any:
-    """Start at the values that the net came with: the default of guides.
+    """Start at the net's original values: the default of guides.
 
-    What belongs to no net, as a noise's scale, starts at the prior's median, and so do values
-    outside of the prior's support.
+    Sites outside the net, such as the scale of a noise, start at the prior's median. So do values
+    outside the prior's support.
 
     Raises:
         ValueError: a value of the net is not finite.
@@ -161,7 +161,7 @@ class PretrainedInitializer:
         values: tensors by the site's name, with or without the prefix of the joint model.
 
     Raises:
-        TypeError: a net in place of values.
+        TypeError: a net instead of values.
         ValueError: when called: a site without value.
 
     Example:
@@ -228,9 +228,9 @@ def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
 def scale_below_net(ratio: float = 0.05) -> Callable[[Message], float]:
     r"""Start standard deviations well below the net's weights: the default of guides.
 
-    They are `ratio / sqrt(fan_in)` for each layer, or `ratio` times the root mean square of the
-    site's values in the net where that is less, so that noise in a layer's outputs is a small part
-    of them whatever its width. What belongs to no net, as a noise's scale, starts at 0.1.
+    They are `ratio / sqrt(fan_in)` for each layer, or, if less, `ratio` times the root mean square
+    of the site's values in the net. So the noise is a small part of a layer's outputs, for any
+    width. Sites outside the net, such as the scale of a noise, start at 0.1.
 
     Example:
         >>> infer = {"fans": (25.0, 4.0), "own_value": torch.full((4, 25), 0.1)}

@@ -25,23 +25,23 @@ InitScale = float | str | Mapping[str, float | Tensor] | Callable[[Any], float |
 class MeanField(Guide):
     r"""Base of guides with a mean and a scale per weight, and no other parameters.
 
-    The scale is `exp(r)`, or `c sigmoid(r)` under a cap `c`: smooth, so that a scale near its
-    cap still has a gradient, and proportional to `exp(r)` far below it. On a constrained support
-    (the scales of a hierarchical prior) mean and scale are those before `biject_to(support)`.
+    The scale is `exp(r)`, or under a cap `c` it is `c sigmoid(r)`: smooth, so a scale near its cap
+    still has a gradient, and proportional to `exp(r)` far below it. On a constrained support (the
+    scales of a hierarchical prior) mean and scale are those before `biject_to(support)`.
 
     Args:
         module: the program that samples the sites from their prior; a BNN passes its own.
-        init_loc_fn: gives the start of a site's means: `init_to_net`, which are the net's own
-            values, `init_to_median` of the prior, `init_to_normal_radford`, ...
+        init_loc_fn: gives the start of a site's means: `init_to_net` (the net's own values),
+            `init_to_median` (of the prior), `init_to_normal_radford`, ...
         init_scale: start of the scales: a number, numbers or tensors by site, a layer-wise method
             (`"radford"`, `"xavier"`, `"kaiming"`), or a function of the site's message. The default
-            is `scale_below_net()`, or half the cap where that is less.
+            is `scale_below_net()`, or half the cap if that is less.
         train_loc: with `False` means stay where they start.
         train_scale: with `False` scales stay where they start.
         max_guide_scale: upper bound of the scales.
 
     Raises:
-        TypeError: `init_loc_fn` is no function.
+        TypeError: `init_loc_fn` is not a function.
         ValueError: the program has no sites; a scale that is not positive or not below its
             cap; a start outside of a site's support.
     """

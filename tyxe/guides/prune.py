@@ -1,4 +1,4 @@
-"""Pruning of a fitted guide, which may be fitted further afterwards."""
+"""Pruning of a fitted guide, which may be fitted further."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tyxe.util import SiteTensors
 def prune_(guide: AutoNormal, keep: float) -> None:
     r"""Fix the weights with the smallest `|mean| / sd` of a mean field at zero, biases excepted.
 
-    The masks stay fixed when the guide is fitted further, with a new optimiser. They are part of
-    its `state_dict`, which a fresh guide loads after `prune_(guide, keep=1.0)`.
+    The masks stay fixed in further fits, which need a new optimiser. They are part of the
+    `state_dict`; a new guide loads it after `prune_(guide, keep=1.0)`.
 
     Args:
         guide: changed in place.

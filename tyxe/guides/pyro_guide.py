@@ -129,11 +129,11 @@ class PyroGuide(AnyGuide):
     def build(
         cls, builder: Callable[[Callable[..., Any]], Any], module: Callable[..., Any]
     ) -> Guide | PyroGuide:
-        """Call a guide's builder on a program, and wrap the guide unless it is one of ours.
+        """Call a guide's builder on a program, and wrap the guide unless it is a `Guide`.
 
         Raises:
-            TypeError: the builder returned no module, or lacks arguments. The `pyro.param` of a
-                function would be in Pyro's global store, where no BNN trains it.
+            TypeError: the builder did not return a module, or lacks arguments. The `pyro.param` of
+                a function would be in Pyro's global store, where no BNN trains it.
             ValueError: the guide does not take the sites.
         """
         if isinstance(builder, nn.Module) or not callable(builder):
@@ -306,8 +306,8 @@ def _failures_of(builder: Callable[..., Any]) -> Iterator[None]:
 def covariance_of(guide: Any) -> Operator | None:
     """Return the covariance over all sites of a guide that is a joint Normal, else None.
 
-    Register a guide of your own whose posterior has that covariance and the mean `guide.loc`. The
-    guide has been called once.
+    Register your own guide if its posterior has that covariance and the mean `guide.loc`. The guide
+    has been called once.
     """
     return None
 

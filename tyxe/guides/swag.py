@@ -1,4 +1,4 @@
-"""The guide of stochastic weight averaging: a Gaussian about the way that the weights go."""
+"""The guide of stochastic weight averaging: a Gaussian about the path of the weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SWAGGuide(Guide):
     r"""`N(m, 1/2 (diag s^2 + D D^T / (K - 1)))` over all sites, or a delta while it `moves`.
 
     `m` and `s^2` are mean and variance of all snapshots; `D` has the deviations of the last `K`
-    from what the mean was then. A step of training moves `locs`; `collect` takes a snapshot.
+    from the mean at that time. A step of training moves `locs`; `collect` takes a snapshot.
 
     Args:
         module: the program that samples the sites from their prior.
@@ -75,7 +75,7 @@ class SWAGGuide(Guide):
         self.deviations[(int(self.count) - 1) % self.rank] = after
 
     def reset(self) -> None:
-        """Forget all snapshots."""
+        """Remove all snapshots."""
         for buffer in (self.count, self.mean, self.squares, self.deviations, self.ended):
             buffer.zero_()
 

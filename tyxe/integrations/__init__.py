@@ -1,1 +1,1 @@
-"""Small modules for other frameworks, each behind an extra of its own: import them by name."""
+"""Small modules for other frameworks, each with its own extra: import them by name."""

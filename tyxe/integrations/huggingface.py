@@ -18,9 +18,9 @@ def unpack(batch: Mapping[str, Any], shift: bool = False) -> Any:
     """Return a mapping's `labels` as targets, and the rest of it as the net's arguments.
 
     Args:
-        batch: what a collator of Hugging Face's returns; without labels, it is for `predict`.
-        shift: take the label of a token for that of the one before, as causal language models do;
-            the last one's is -100, for `Categorical(ignore_index=-100)`.
+        batch: the result of a Hugging Face collator; without labels, for `predict`.
+        shift: use each label for the token before it, as causal language models do; the last token
+            gets -100, for `Categorical(ignore_index=-100)`.
 
     Example:
         >>> batch = {"input_ids": torch.ones(1, 3), "labels": torch.tensor([[5, 6, 7]])}
@@ -38,16 +38,16 @@ def unpack(batch: Mapping[str, Any], shift: bool = False) -> Any:
 
 
 class TrainerBNN(Trainable):
-    """A BNN as `transformers.Trainer` takes models: `(loss, predictions)` of a batch by keywords.
+    """A BNN as a model for `transformers.Trainer`: `(loss, predictions)` of a batch by keywords.
 
     In train mode it returns the loss of `Trainable`, in eval mode minus the log-likelihood, in nats
-    per data point, and the aggregated predictions of `predict`. Tied weights are saved twice.
-    The trainer has to leave the columns of a data set alone: `remove_unused_columns=False`.
+    per data point, and the aggregated predictions of `predict`. Tied weights are saved twice. The
+    trainer must not remove columns of a data set: `remove_unused_columns=False`.
 
     Args:
-        bnn: as in `Trainable`, whose other arguments are taken as well. Without labels the default
-            of `num_predictions` is that of the BNN's `predict`.
-        unpack: from a batch to inputs and targets.
+        bnn: as in `Trainable`, whose other arguments are taken too. Without labels the default of
+            `num_predictions` is that of the BNN's `predict`.
+        unpack: a function from a batch to inputs and targets.
 
     Example:
         >>> import pyro.distributions as dist, tyxe

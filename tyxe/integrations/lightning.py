@@ -22,13 +22,13 @@ class LightningBNN(lightning.LightningModule):
     """A BNN that `lightning.Trainer` trains, validates, tests and predicts with.
 
     It logs `train_loss` in nats per data point, `train_log_likelihood` and `train_kl` in nats for
-    the whole data set, and of held-out data `val_error` and `val_log_likelihood`, or `test_...`,
-    means over points, of each part of a `Joint` likelihood.
+    the whole data set, and for held-out data `val_error` and `val_log_likelihood`, or `test_...`,
+    means over points, for each part of a `Joint` likelihood.
 
     Args:
         bnn: as in `Trainable`; so are `unpack` and `handler`.
         optim: a torch optimiser class or a partial of one, as in `fit`.
-        scheduler: from the optimiser to what Lightning takes as `lr_scheduler`.
+        scheduler: a function from the optimiser to Lightning's `lr_scheduler`.
         lr_multipliers: factors of the learning rate by kind of parameter, as in `fit`.
         beta: weight of the KL, or a function of the epoch that returns it; by default as in
             `Trainable`.

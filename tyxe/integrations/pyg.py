@@ -13,18 +13,18 @@ from tyxe.check import described
 def unpack(data: Any, mask: str | None = None, inputs: Sequence[str] = ("x", "edge_index")) -> Any:
     """Return the net's arguments, the targets `y` and how often each counts, from a graph.
 
-    Nodes outside of the mask count zero times, and so do those that `NeighborLoader` has added to
-    the ones that a batch is of. For a mask, `functools.partial(unpack, mask="train_mask")`;
-    `dataset_size` is the number of nodes in it. A batch of graphs with a target each needs none,
-    but `inputs=("x", "edge_index", "batch")`.
+    Nodes outside the mask count zero times, and so do those that `NeighborLoader` has added to a
+    batch. For a mask, use `functools.partial(unpack, mask="train_mask")`; `dataset_size` is the
+    number of nodes in it. A batch of graphs with one target each needs no mask, but
+    `inputs=("x", "edge_index", "batch")`.
 
     Args:
-        data: a `Data` or `Batch` of PyTorch Geometric's.
+        data: a `Data` or `Batch` of PyTorch Geometric.
         mask: name of a mask of nodes, `(n,)`.
         inputs: names of the net's arguments.
 
     Raises:
-        ValueError: the graph has no attribute of a name.
+        ValueError: the graph lacks a named attribute.
 
     Example:
         >>> from torch_geometric.data import Data

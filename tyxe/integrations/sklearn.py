@@ -299,25 +299,25 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         net: makes another net, `net(in_features, out_features)`, such as `nn.Linear`.
         method: `"laplace"` (training maximises the evidence over the prior's precision),
             `"last_layer_laplace"`, `"mean_field"`, `"map"`, `"ensemble"` of five, `"swag"`,
-            `"dropout"` of a tenth of the units, or `"nuts"`; or what makes the `bnn_` to fit,
-            `method(net, prior, likelihood)`. A `net` has to have its own dropout.
-        prior_scale: standard deviation of priors, times `sqrt(fan_in)`; with Laplace the first.
-        beta: weight of the KL, of `"map"`, `"ensemble"` and `"swag"` that of the log-density of the
-            prior. By default it rises from .01 to 1, and the fit goes back to the epoch at which
-            held-out rows were most probable; it is .1 for `"swag"`, and where no row is held out.
-            The Laplace methods, `"dropout"`, `"nuts"` and one of your own ignore it.
-        num_epochs: passes through the data; of MCMC transitions, of which half only adapt.
+            `"dropout"` of a tenth of the units, or `"nuts"`; or a function
+            `method(net, prior, likelihood)` that makes `bnn_`. A `net` needs its own dropout.
+        prior_scale: standard deviation of priors, times `sqrt(fan_in)`; with Laplace a start.
+        beta: weight of the KL; for `"map"`, `"ensemble"` and `"swag"` of the prior's log-density.
+            By default it rises from .01 to 1, and the fit goes back to the epoch at which held-out
+            rows were most probable; it is .1 for `"swag"`, and if no rows are held out. The Laplace
+            methods, `"dropout"`, `"nuts"` and your own method ignore it.
+        num_epochs: passes through the data; with MCMC transitions, half of which only adapt.
         lr: learning rate of Adam.
         batch_size: rows at a time, in training and in predictions.
         num_predictions: draws of the weights in a prediction, by default as in `predict` of a BNN.
-        standardize: let the net see inputs and targets with mean 0 and standard deviation 1.
-        validation_fraction: part of the rows that is kept from the fit where `beta`, and with
-            `"dropout"` the epoch, is chosen; at most a half. Of fewer than ten, none is kept.
-        device: where to fit and predict, such as `"cuda:1"`; `"auto"` is CUDA where there is one,
-            else the CPU; by default where the net is. Results are arrays of NumPy.
+        standardize: scale inputs and targets of the net to mean 0 and standard deviation 1.
+        validation_fraction: share of rows that are held out to choose `beta`, or with `"dropout"`
+            the epoch; at most a half. If they are fewer than ten, none are held out.
+        device: where to fit and predict, such as `"cuda:1"`; `"auto"` is CUDA if there is one, else
+            the CPU; by default where the net is. Results are NumPy arrays.
         random_state: seed of fit and predictions; the global generators stay as they are.
         noise: `"homoskedastic"`, one scale for each target, or `"heteroskedastic"`, which the net
-            predicts from the inputs; then it has twice as many outputs as targets.
+            predicts from the inputs, with twice as many outputs as targets.
 
     Raises:
         ValueError: from `fit`, an unknown method, and numbers that are out of range.
@@ -346,7 +346,7 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         return (self._y[0] + self._y[1] * values).reshape(-1, *self._y_shape)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Return means, or also standard deviations of observations, so with the noise, as `y`."""
+        """Return means, or also standard deviations of observations, noise included, as `y`."""
         aggregated = self._predict(X)
         found = self.bnn_.likelihood.predictive_distribution(aggregated)
         mean, std = (part.double().cpu().numpy() for part in (found.mean, found.stddev))
@@ -356,15 +356,15 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     def predict_interval(self, X: Any, level: float = 0.9) -> Any:
         """Return ends `(lower, upper)` that hold observations with a probability, each as `y`.
 
-        They are quantiles of samples from the predictive distribution, those of `bnn_.interval`,
-        from a seed that is the same in each call.
+        They are quantiles of samples from the predictive distribution, as in `bnn_.interval`, with
+        the same seed in each call.
 
         Args:
             X: inputs, `(n, n_features)`.
             level: the probability, for each number of a target, between 0 and 1.
 
         Raises:
-            ValueError: a level that is no probability.
+            ValueError: a level that is not a probability.
 
         Example:
             >>> X = np.random.randn(50, 3)
@@ -383,14 +383,14 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
 class BayesianClassifier(ClassifierMixin, _Estimator):
     """A Bayesian neural network for classes, whose probabilities are averages over the posterior.
 
-    The rest is as with `BayesianRegressor`; `classes_` are the labels.
+    Other arguments are those of `BayesianRegressor`; `classes_` are the labels.
 
     Args:
-        validation_fraction: part of each class that is kept from every fit, for the temperature of
-            probabilities as well; at most a half. Of fewer than ten rows, none is kept.
+        validation_fraction: share of each class that is held out, also for the temperature of
+            probabilities; at most a half. If they are fewer than ten rows, none are held out.
 
     Attributes:
-        temperature_: what divides the logits of predictions; 1 where no row was kept.
+        temperature_: it divides the logits of predictions; 1 if no rows were held out.
 
     Example:
         >>> X, y = np.random.randn(50, 3), np.array(["no", "yes"] * 25)
@@ -456,10 +456,10 @@ def neg_nll(estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
 
     For a classifier, it is minus the log loss of `predict_proba`, per point. For a regressor, it is
     that of Normals with the means and standard deviations of `predict(X, return_std=True)`, per
-    number of `y`. Any estimator that has these will do, or a pipeline that ends in one.
+    number of `y`. It works for any estimator with these methods, or a pipeline that ends in one.
 
     Args:
-        estimator: is fitted.
+        estimator: a fitted estimator.
         X: inputs, `(n, n_features)`.
         y: labels or numbers.
         sample_weight: how often each point counts, `(n,)`.
@@ -480,7 +480,7 @@ def neg_nll(estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
 def neg_crps(estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
     """Return minus the continuous ranked probability score, in the units of `y`: a scorer.
 
-    It is that of the Normals of `neg_nll`, which has the same arguments, per number of `y`.
+    It is that of the Normals in `neg_nll`, per number of `y`, with the same arguments.
 
     Raises:
         TypeError: for a classifier.

@@ -35,8 +35,7 @@ class LaplaceGuide(AnyGuide):
 
     Attributes:
         state: the approximation, or None.
-        loaded: a curvature that was loaded, of which a state is to be made with the present mode
-            and prior; else None.
+        loaded: a loaded curvature, to make a state of with the present mode and prior; else None.
 
     Raises:
         ValueError: a site has a constrained support.

@@ -1,4 +1,4 @@
-"""Options of a Laplace approximation, and the posterior's precision by them."""
+"""Options of a Laplace approximation, and the resulting precision of the posterior."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class LaplaceOptions:
         num_passes: number of passes of `fit_curvature` through its loader, for augmented data.
         damping: spread the prior's precision over both Kronecker factors [T 3.41].
         curvature_weight: `lambda` of online Laplace, which multiplies the curvature in the
-            posterior and not in the fit [T 3.56]; above 1 earlier tasks are forgotten less.
+            posterior and not in the fit [T 3.56]; with a value above 1 later tasks forget less.
         accumulate: how the prior's precision and a new curvature are combined: `"sum"`, which for
             `"kron"` keeps a product for each task [T 3.59]; `"average"`, one product of averaged
             factors [T 3.60]; or `"per_task"`, a penalty for each task about its own mode [T 3.71].
         reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
             each position counts as a data point.
-        rank: for `"lowrank"`, number of eigenpairs; all that there are, if these are fewer.
+        rank: for `"lowrank"`, number of eigenpairs, or all if there are fewer.
 
     Raises:
         TypeError: an option of another type.

@@ -95,7 +95,7 @@ def most_evidence(state: LaplaceState, per_block: bool, num_steps: int) -> dict[
 
 
 def warn_of_certainty(state: LaplaceState) -> None:
-    """Warn where evidence takes a net's certainty of its training classes for ignorance.
+    """Warn if the evidence would make a net that is certain of its training data unsure.
 
     What such a net has learned leaves hardly any curvature, `p (1 - p)`. At the maximum, the number
     of weights that data determine is `gamma = sum_p d_p (w*_p - m0_p)^2` [MacKay 1992, eq. 4.9].

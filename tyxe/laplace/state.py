@@ -25,7 +25,7 @@ from tyxe.linalg.functions import invertible
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LaplaceState:
-    """`N(w*, Lambda^-1)` with `Lambda = lambda G / T + P0`, and the parts that it is formed from.
+    """`N(w*, Lambda^-1)` with `Lambda = lambda G / T + P0`, and the parts that it consists of.
 
     It is immutable; `replace` and `under` return other states.
 
@@ -104,7 +104,7 @@ class LaplaceState:
         """Return the log marginal likelihood, in nats, differentiable in the prior and the noise.
 
         `log p(D|w*)/T - 1/2 (w* - m0)^T P0 (w* - m0) + 1/2 log det P0 - 1/2 log det Lambda` [LA].
-        Where the prior is the posterior of earlier data, it is that of the new data given those.
+        If the prior is the posterior of earlier data, it is that of the new data given those.
 
         Raises:
             ValueError: the prior is a penalty whose normaliser is not known.

@@ -40,12 +40,12 @@ class Likelihood(nn.Module, ABC):
 
     Args:
         dataset_size: number `N` of data points in an epoch, or the sum of their weights; None or -1
-            if not known yet: set it before a fit, as `bnn.likelihood.dataset_size = N`.
-        event_dim: number of trailing dimensions of the predictive distribution in one event.
+            if not yet known: then set `bnn.likelihood.dataset_size = N` before a fit.
+        event_dim: number of trailing dimensions that are one event of the predictive distribution.
         name: prefix of the sites.
 
     Raises:
-        TypeError: `dataset_size` is no number, or `event_dim` no integer.
+        TypeError: `dataset_size` is not a number, or `event_dim` not an integer.
         ValueError: `dataset_size` is not positive, or `event_dim` negative.
     """
 
@@ -63,7 +63,7 @@ class Likelihood(nn.Module, ABC):
 
     @property
     def dataset_size(self) -> float:
-        """The number `N` of data points in an epoch; a ValueError where it is not known yet."""
+        """The number `N` of data points in an epoch; a ValueError if it is not yet known."""
         if self._dataset_size is None:
             raise ValueError(
                 f"the dataset_size of this {type(self).__name__} is not known: set it to the "
@@ -102,7 +102,7 @@ class Likelihood(nn.Module, ABC):
             latents: values of the likelihood's own variables, if it has any.
 
         Raises:
-            ValueError: a variable of its own has no value.
+            ValueError: a variable of the likelihood has no value.
         """
 
     @abstractmethod
@@ -119,8 +119,8 @@ class Likelihood(nn.Module, ABC):
             predictions: net outputs stacked along `dim`.
             dim: the dimension of the draws.
             latents: the draws of the likelihood's own variables, stacked along dimension 0.
-            weights: of the draws, which sum to one; equal by default. A likelihood of your own
-                needs them for ensembles with weights only.
+            weights: weights of the draws, which sum to one; equal by default. Your own likelihood
+                needs them only for ensembles with weights.
         """
 
     def prepare_targets(self, predictions: Predictions, targets: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Likelihood(nn.Module, ABC):
         return targets.to(like.dtype)
 
     def distribution_of(self, distribution: Any, targets: Tensor) -> Any:
-        """Return the distribution of targets of a kind, such as probabilities of classes."""
+        """Return the distribution for a kind of targets, such as class probabilities."""
         return distribution
 
     def mean_and_scale(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
@@ -155,12 +155,12 @@ class Likelihood(nn.Module, ABC):
         """Return predictions `(n, ...)` as logits of classes, `(n, ..., C)`.
 
         Raises:
-            TypeError: the targets are no classes.
+            TypeError: the targets are not classes.
         """
         raise TypeError(f"the targets of {type(self).__name__} are no classes")
 
     def from_class_logits(self, logits: Tensor) -> Tensor:
-        """Return predictions of which `class_logits` are those given, up to a constant."""
+        """Return the predictions whose `class_logits` are those given, up to a constant."""
         return logits
 
     def latent_priors(self) -> dict[str, td.Distribution]:
@@ -174,11 +174,11 @@ class Likelihood(nn.Module, ABC):
     # ------------------------------------------------------------------ what comes, and counts
 
     def from_net(self, outputs: Any) -> Any:
-        """Return predictions from what the net returns, once it is picked by `output`."""
+        """Return predictions from the net's output, after `output` has picked them."""
         return outputs
 
     def from_loader(self, targets: Any) -> Any:
-        """Return targets from what a loader yields."""
+        """Return targets from those of a loader."""
         return targets
 
     def outputs_of(self, predictions: Any) -> Any:
@@ -190,7 +190,7 @@ class Likelihood(nn.Module, ABC):
         return targets
 
     def named(self, scores: Tensor, dim: int) -> Any:
-        """Return scores as users see them; `dim` is where those of several outputs are."""
+        """Return scores as users see them; `dim` is the dimension of several outputs."""
         return scores
 
     def with_fit_weights(self, targets: Tensor | Targets) -> Tensor | Targets:
@@ -198,14 +198,14 @@ class Likelihood(nn.Module, ABC):
         return targets
 
     def known(self, targets: Targets) -> Targets:
-        """Return targets with a mask of what they themselves say is missing."""
+        """Return targets with a mask of those that they mark as missing."""
         return targets
 
     def observed(self, targets: Tensor | Targets) -> Targets:
-        """Return targets with all that is known of what counts: weights, masks, what is missing.
+        """Return targets with weights, and with masks that include missing targets.
 
-        What does not count has a value that does in its place. All that scores, calibrates,
-        compares or takes a curvature gets its targets from here. Override `known`, not this.
+        Numbers that do not count are replaced by some that do. Scores, calibrators, comparisons and
+        curvatures get their targets from here. Override `known`, not this.
         """
         found = Targets.of(targets)
         if found.is_observed:
@@ -217,7 +217,7 @@ class Likelihood(nn.Module, ABC):
         return targets.filled()
 
     def count(self, targets: Tensor | Targets) -> Any:
-        """Return the number of points of a batch that count: the sum of weights."""
+        """Return the number of points of a batch that count, or the sum of their weights."""
         counts = self.observed(targets).counts()
         return len(targets) if counts is None else counts.sum()
 
@@ -251,7 +251,7 @@ class Likelihood(nn.Module, ABC):
         checks.within_support(self, distribution.support, prepared, found.values)
 
     def check_rows(self, targets: Any) -> None:
-        """Check the size of a batch with more rows than the data set has points, as steps do."""
+        """Check the size of a batch that has more rows than the data set has points."""
         if len(targets) > self.dataset_size:
             checks.within_size(self, targets)
 
@@ -367,7 +367,7 @@ class Likelihood(nn.Module, ABC):
 
         Raises:
             ValueError: the targets' shape is not that of the predictive distribution; a variable of
-                the likelihood's own has no value.
+                the likelihood has no value.
         """
         check.one_of("predictions", predictions, Tensor | tuple, "a tensor, or a tuple of them")
         targets = self._read(targets)
@@ -405,7 +405,7 @@ class Likelihood(nn.Module, ABC):
         return reduce_points(per_point, reduction, targets.counts())
 
     def errors(self, predictions: Predictions, targets: Tensor | Targets) -> Tensor:
-        """Return the errors of points, as `evaluate` does: of each output where there are more."""
+        """Return the errors of points, as `evaluate` does: for several outputs, of each."""
         return self.error(predictions, targets)
 
     def sample(

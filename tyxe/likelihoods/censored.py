@@ -25,22 +25,21 @@ from tyxe.util import at_least_float32, without_events
 class Censored(Likelihood):
     """Another likelihood of numbers, of which some are only known to lie in an interval.
 
-    Targets are pairs `(n, ..., 2)` of a lower and an upper end, `censored_targets` makes them: two
-    equal ends are a number that is known, `(-inf, u)` one of at most `u`, `(l, inf)` one of at
-    least `l`. Their log-likelihoods are `log p(y)`, `log F(u)`, `log (1 - F(l))` and
-    `log (F(u) - F(l))`. Predictions are those of the other likelihood, and draws from the posterior
-    predictive distribution are numbers. Errors are those at the number in the interval that is
-    nearest to the predicted mean.
+    Targets are pairs `(n, ..., 2)` of a lower and an upper end, which `censored_targets` makes.
+    Equal ends are a known number, `(-inf, u)` one of at most `u`, `(l, inf)` one of at least `l`.
+    Their log-likelihoods are `log p(y)`, `log F(u)`, `log (1 - F(l))` and `log (F(u) - F(l))`.
+    Predictions are those of the other likelihood, and draws from the posterior predictive
+    distribution are uncensored numbers. Errors use the number in the interval that is nearest to
+    the predicted mean.
 
-    A GGN has the Hessian of each target, which is less where it is censored; it needs one output
-    for each target.
+    The Hessian of a censored target is smaller. The GGN needs one output for each target.
 
     Args:
-        base: the likelihood of the numbers, continuous and with a cdf, see `log_tails`.
+        base: the likelihood of the numbers, continuous and with a cdf; see `log_tails`.
 
     Raises:
-        TypeError: a likelihood of classes, of counts or of several outputs; from a GGN, one with
-            other than one output for each target.
+        TypeError: a likelihood of classes, counts or several outputs; in a GGN, a likelihood
+            without exactly one output for each target.
         ValueError: a lower end above the upper one.
 
     Example:
@@ -82,7 +81,7 @@ class Censored(Likelihood):
 
     @staticmethod
     def expected_range(support: Any) -> str:
-        """Say which targets there are."""
+        """Say which targets are possible."""
         return "expected pairs (lower, upper), the lower one at most the upper one"
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
@@ -147,11 +146,11 @@ def _(likelihood: Censored, predictions: Tensor, latents: Latents = None) -> Ten
 def censored_targets(
     values: Tensor, *, left: Tensor | None = None, right: Tensor | None = None
 ) -> Tensor:
-    """Return targets of `Censored`, `(n, ..., 2)`, for numbers of which some are bounds.
+    """Return targets of `Censored`, `(n, ..., 2)`, for numbers, some of which are bounds.
 
     Args:
         values: `(n, ...)`, which may be NaN where they are missing.
-        left: booleans of this shape, where the number is at most the value.
+        left: booleans of this shape: where the number is at most the value.
         right: where it is at least the value.
 
     Example:
@@ -174,8 +173,8 @@ def censored_targets(
 def log_tails(distribution: Any, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return `log F(v)` and `log (1 - F(v))` elementwise, precise in both tails.
 
-    Without a formula of its own a distribution goes through its `cdf`, whose tails round to 0;
-    register one that you have.
+    Without a registered formula this uses the `cdf`, whose tails round to 0. Register a formula if
+    you have one.
 
     Raises:
         TypeError: the distribution has no cdf.

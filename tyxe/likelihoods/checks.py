@@ -41,10 +41,10 @@ def within_size(likelihood: Any, targets: Tensor | Targets) -> tuple[Targets, Te
 
 
 def check_batch(likelihood: Any, predictions: Tensor, targets: Tensor | Targets) -> None:
-    """Check that the targets of a batch fit, and are no more than the data set has.
+    """Check that the targets of a batch fit, and are not more than the data set has.
 
-    What does not count is not checked: labels there may be -1 or NaN. Where the net's output is not
-    finite no target is checked; other code reports that.
+    Points that do not count are not checked: their labels may be -1 or NaN. If the net's output is
+    not finite, targets are not checked; other code reports that.
     """
     found, rows = within_size(likelihood, targets)
     if rows is not None:
@@ -68,7 +68,7 @@ def within_support(likelihood: Any, support: Any, prepared: Tensor, targets: Ten
 def shape_message(
     likelihood: Any, expected: torch.Size, given: torch.Size, predictions: torch.Size
 ) -> str:
-    """Say that targets have another shape than expected, and what may mend it."""
+    """Say that targets have another shape than expected, and what may fix it."""
     more = len(given) - len(expected)
     if more == 1 and given == predictions:
         hint = "pass classes as integers: targets.argmax(-1)"

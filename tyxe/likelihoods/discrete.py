@@ -27,20 +27,20 @@ TOLERANCE = 1e-3  # of sums of probabilities
 class Categorical(Likelihood):
     """One of `C` classes; predictions are class logits `(n, ..., C)`, targets integers `(n, ...)`.
 
-    Targets may also be probabilities of the classes `(n, ..., C)`, as of label smoothing, whose
-    log-likelihood is `sum_c q_c log p_c`. Aggregated predictions are logits too: the log of the
-    mean probabilities (probabilities for `logit_predictions=False`). The other arguments are those
-    of `Likelihood`.
+    Targets may also be class probabilities `(n, ..., C)`, such as from label smoothing, with the
+    log-likelihood `sum_c q_c log p_c`. Aggregated predictions are logits too: the log of the mean
+    probabilities (or probabilities for `logit_predictions=False`). The other arguments are those of
+    `Likelihood`.
 
     Args:
         logit_predictions: the net returns logits; probabilities for `False`.
-        ignore_index: a label that counts nowhere, neither in fits and their scale nor in errors and
-            log-likelihoods, such as -100 of padded tokens and of pixels without a label.
-        class_weights: `(C,)`, how often labels of each class count in fits; evaluations do not use
+        ignore_index: a label that is ignored in fits and their scale, in errors and
+            log-likelihoods, such as -100 for padded tokens and pixels without a label.
+        class_weights: `(C,)`, how much labels of each class count in fits; evaluations do not use
             them. With the mean 1 over the data, `dataset_size` stays the number of points. For
-            probabilities the log-likelihood in fits is `sum_c w_c q_c log p_c`.
-        class_dim: the dimension of the classes in what the net returns, such as 1 for images
-            `(n, C, H, W)`; a BNN moves it to the end, and so returns predictions `(n, H, W, C)`.
+            class probabilities the log-likelihood in fits is `sum_c w_c q_c log p_c`.
+        class_dim: the dimension of the classes in the net's output, such as 1 for images
+            `(n, C, H, W)`; a BNN moves it to the end, and returns predictions `(n, H, W, C)`.
 
     Raises:
         TypeError: targets that are neither integers nor such probabilities.
@@ -234,9 +234,9 @@ class Bernoulli(Likelihood):
 
     Args:
         logit_predictions: the net returns logits; probabilities for `False`.
-        pos_weight: how much targets of 1 count in fits, a number, or one for each number of a
-            point: that of `torch.nn.BCEWithLogitsLoss`. Evaluations do not use it, and
-            `dataset_size` stays the number of points.
+        pos_weight: how much targets of 1 count in fits, as in `torch.nn.BCEWithLogitsLoss`: a
+            number, or one for each number of a point. Evaluations do not use it, and `dataset_size`
+            stays the number of points.
 
     Raises:
         ValueError: a target other than 0 and 1; weights that are negative or not finite.

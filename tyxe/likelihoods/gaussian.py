@@ -1,4 +1,4 @@
-"""Numbers with noise of one scale, Gaussian or of heavy tails, or of a scale that is predicted."""
+"""Numbers with Gaussian or heavy-tailed noise of one scale, or of a predicted scale."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class HomoskedasticGaussian(_Noisy):
     draws, noise included. The other arguments are those of `Likelihood`.
 
     Args:
-        scale: standard deviation of the noise: a positive number, a tensor that broadcasts
-            against one point's prediction, or a distribution: then it is a site,
-            `likelihood.scale`, to be inferred (give the BNN a `likelihood_guide_builder`).
+        scale: standard deviation of the noise: a positive number, a tensor that broadcasts against
+            one point's prediction, or a distribution: then it is a site, `likelihood.scale`, and is
+            inferred (give the BNN a `likelihood_guide_builder`).
         precision: `1 / scale^2`, given instead of `scale`.
-        learn_scale: train the noise with the net, from the number or tensor given; it stays
-            positive, because its logarithm is the parameter. A `torch.nn.Parameter` asks for it.
+        learn_scale: train the noise with the net, from the number or tensor given. It stays
+            positive, because its logarithm is the parameter. A `torch.nn.Parameter` implies it.
 
     Raises:
         ValueError: both or neither of scale and precision; a number that is not positive; a
@@ -83,7 +83,7 @@ class HomoskedasticGaussian(_Noisy):
 
     @property
     def scale(self) -> Tensor:
-        """Standard deviation of the noise; where it is inferred, that of the prior's mean."""
+        """Standard deviation of the noise; if it is inferred, the prior's mean."""
         return self.scale_of(self.prior_means())
 
     @property
@@ -96,7 +96,7 @@ class HomoskedasticGaussian(_Noisy):
 
         Args:
             latents: a value of the inferred variable.
-            like: a tensor with the dtype and device that a number is returned in.
+            like: a tensor whose dtype and device a number gets.
 
         Raises:
             ValueError: the noise is inferred, and has no value.
@@ -120,13 +120,13 @@ class HomoskedasticGaussian(_Noisy):
 class StudentT(_Noisy):
     """Noise with heavy tails, of one scale for all points; predictions are locations `(n, ...)`.
 
-    Few points far off move a fit less than under a Gaussian. Aggregated predictions are
-    `(mean, standard deviation)` of the mixture over draws, noise included, and stand for a Student
-    t of these moments. The other arguments are those of `Likelihood`.
+    Outliers move a fit less than with a Gaussian. Aggregated predictions are
+    `(mean, standard deviation)` of the mixture over draws, noise included, and represent a Student
+    t with these moments. The other arguments are those of `Likelihood`.
 
     Args:
-        scale: of the noise, whose standard deviation is `scale * sqrt(df / (df - 2))`: a positive
-            number, a tensor, or a distribution, as for `HomoskedasticGaussian`.
+        scale: scale of the noise, whose standard deviation is `scale * sqrt(df / (df - 2))`: a
+            positive number, a tensor, or a distribution, as for `HomoskedasticGaussian`.
         df: degrees of freedom, above 2; a Gaussian has infinitely many.
         learn_scale: train the scale with the net.
 

@@ -32,10 +32,10 @@ class _Layout(dict[str, Any]):
 class Joint(Likelihood):
     """A likelihood for each of several outputs, which are independent given the net.
 
-    The net returns a mapping with the names of the parts, or a tuple in their order, and so do
-    loaders yield targets. Predictions, samples and errors are mappings by part, and of
-    log-likelihoods `"joint"` is the one of all parts together. Inside, and in `predict` by
-    handlers, outputs of a point are one vector.
+    The net returns a mapping with the names of the parts, or a tuple in their order, and loaders
+    yield targets in the same form. Predictions, samples and errors are mappings by part. So are
+    log-likelihoods, where `"joint"` is that of all parts together. Inside, and for handlers, the
+    outputs of a point are one vector.
 
     Args:
         weights: how much the log-likelihoods of parts count in fits and their curvatures, by name;
@@ -43,10 +43,10 @@ class Joint(Likelihood):
         parts: likelihoods by name, with the same `dataset_size`.
 
     Raises:
-        TypeError: a part that is no likelihood; an output or target that is no tensor.
+        TypeError: a part that is not a likelihood; an output or target that is not a tensor.
         ValueError: no part, one named "joint", or parts with different sizes of the data set;
-            weights that are negative, all 0, or of no part; outputs or targets that lack a part, or
-            are more or fewer.
+            weights that are negative, all 0, or for an unknown part; outputs or targets whose parts
+            are not these.
 
     Example:
         >>> from tyxe.likelihoods import Categorical, HomoskedasticGaussian
@@ -254,7 +254,7 @@ class Joint(Likelihood):
     def mixture_log_likelihood(
         self, predictions: Tensor, targets: Any, latents: Latents = None
     ) -> Tensor:
-        """Return `(parts + 1, n)`, of each part and of all together."""
+        """Return `(parts + 1, n)`, for each part and for all together."""
         each = self._each(
             predictions, targets, latents, lambda p, f, y, own: p.mixture_log_likelihood(f, y, own)
         )

@@ -1,4 +1,4 @@
-"""Classes in an order, such as grades, by cut points on one number."""
+"""Ordered classes, such as grades, by cut points on one number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tyxe.util import at_least_float32
 
 
 class Ordinal(Likelihood):
-    """One of `K` classes in an order; predictions are one number `(n, ..., 1)` for each target.
+    """One of `K` ordered classes; predictions are one number `(n, ..., 1)` for each target.
 
     `p(y <= k) = sigmoid(c_k - f)`, with cut points `c_1 < ... < c_(K-1)` that are trained with the
     net, as `c_1` and `log(c_k - c_(k-1))`. Targets are integers `(n, ...)` from 0. Aggregated
@@ -26,14 +26,14 @@ class Ordinal(Likelihood):
 
     Args:
         num_classes: `K`, 2 or more.
-        cut_points: where they start, `(K - 1,)`; by default at the quantiles of a logistic
-            distribution, where all classes are as likely for the output 0.
-            `likelihood.requires_grad_(False)` keeps them there, as MCMC needs it.
+        cut_points: where they start, `(K - 1,)`; by default at quantiles of a logistic
+            distribution, so that all classes are equally likely for the output 0.
+            `likelihood.requires_grad_(False)` keeps them fixed, which MCMC needs.
 
     Raises:
-        TypeError: `num_classes` is no integer.
-        ValueError: cut points of another number, or that do not grow; predictions whose last
-            dimension is not 1; a target outside `0 ... K - 1`.
+        TypeError: `num_classes` is not an integer.
+        ValueError: a wrong number of cut points, or cut points that do not increase; predictions
+            whose last dimension is not 1; a target outside `0 ... K - 1`.
 
     Example:
         >>> likelihood = Ordinal(100, num_classes=3, cut_points=torch.tensor([-1.0, 1.0]))
@@ -68,7 +68,7 @@ class Ordinal(Likelihood):
 
     @property
     def cut_points(self) -> Tensor:
-        """The numbers between classes, `(K - 1,)`, which grow."""
+        """The increasing numbers between classes, `(K - 1,)`."""
         return self.cut_points_as(self.log_gaps.dtype)
 
     def cut_points_as(self, dtype: torch.dtype) -> Tensor:

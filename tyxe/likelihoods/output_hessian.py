@@ -1,8 +1,8 @@
 r"""Curvature of a likelihood in the net's outputs, by registration.
 
-`H_n = -d^2 log p(y_n | f_n) / df_n^2` for exponential families in natural parameters, where it does
-not depend on `y_n`; for other parametrisations the Fisher information `E_{y ~ p(y|f)} r r^T` with
-`r = d log p(y|f) / df`, which is the same where both exist [T 3.1, GLM 2].
+`H_n = -d^2 log p(y_n | f_n) / df_n^2` for exponential families in natural parameters, for which it
+does not depend on `y_n`. For other parametrisations it is the Fisher information
+`E_{y ~ p(y|f)} r r^T` with `r = d log p(y|f) / df`, which is the same if both exist [T 3.1, GLM 2].
 
 The outputs of a point fall into `R` *positions* of `C` coupled outputs each (the classes of one
 pixel, say), and `H_n` is block-diagonal over positions. Blocks follow the order of the outputs in
@@ -42,7 +42,7 @@ def output_hessian(likelihood: Likelihood, predictions: Tensor, latents: Latents
     `1 / (1 / mean + 1 / total_count)`; ordinal, with `s_k = sigmoid(c_k - f)`,
     `sum_k p_k (s_k (1 - s_k) + s_(k-1) (1 - s_(k-1)))`.
 
-    Register a likelihood of your own by its type. A subclass inherits its base's Hessian: where it
+    Register your own likelihood by its type. A subclass inherits the Hessian of its base. If it
     changes the density, it needs its own.
 
     Args:

@@ -1,4 +1,4 @@
-"""A positive number of the likelihood's own, such as the scale of noise."""
+"""A positive parameter of a likelihood, such as the scale of noise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tyxe.likelihoods.base import Latents, Likelihood
 
 
 class OwnParameter(Likelihood):
-    """Base of likelihoods with a positive number of their own, or one for each output of the net.
+    """Base of likelihoods with a positive parameter, or one for each output of the net.
 
     It is fixed, or trained with the net through its logarithm, or a site with a prior.
     """

@@ -12,7 +12,7 @@ Arguments that most functions share are described here, once:
 Results are averages over points and entries, 0-d tensors on the inputs' device, unless a function
 says otherwise. float16 and bfloat16 are computed, and returned, in float32.
 
-Every function raises `TypeError` for inputs that are no floating-point tensors (for classes: no
+Every function raises `TypeError` for inputs that are not floating-point tensors (for classes: not
 integer tensors), and `ValueError` for NaNs, empty inputs, shapes that do not match, rows of
 probabilities that are negative or do not sum to one, classes, levels and numbers out of range.
 """

@@ -73,7 +73,7 @@ def check_classified(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_weights(weights: Tensor, values: Tensor) -> Tensor:
-    """Return how often each of some points counts, `(n,)`, in their dtype."""
+    """Return the weights of points, `(n,)`, in their dtype."""
     weights = check_real("weights", check.tensor("weights", weights).to(values))
     hint = ", one for each point: pass mask.float() to leave some out"
     check.shape("weights", weights, values.shape[:1], hint)

@@ -77,13 +77,14 @@ def calibration_curve(
 ) -> CalibrationCurve:
     r"""Mean confidence and accuracy in bins of the maximal probability.
 
-    Bin `b` of `B` holds the points with `max_c p(c)` in `(b/B, (b+1)/B]`. Bins that hold no point
-    are left out, so that the result can be drawn and summed as it is.
+    Bin `b` of `B` holds the points with `max_c p(c)` in `(b/B, (b+1)/B]`. Empty bins are left out,
+    so the result can be drawn and summed directly.
 
     Args:
         num_bins: number `B` of bins of `[0, 1]`.
-        equal_mass: let each bin have as many points, by increasing `max_c p(c)`, up to one. Points
-            of one confidence share their bins evenly; weights that are not whole are cut by them.
+        equal_mass: let all bins have equally many points, up to one, by increasing `max_c p(c)`.
+            Points with the same confidence share their bins evenly; fractional weights are split
+            between bins.
 
     Returns:
         A `CalibrationCurve` of `k <= num_bins` bins.
@@ -137,8 +138,8 @@ def adaptive_calibration_error(
 ) -> Tensor:
     r"""Gap between confidence and accuracy, averaged over bins of equally many points.
 
-    Arguments and errors are those of `expected_calibration_error`, whose bins are mostly empty
-    where most points are predicted with certainty.
+    Arguments and errors are those of `expected_calibration_error`, whose bins are mostly empty if
+    most points are predicted with certainty.
 
     References:
         Nguyen and O'Connor (2015), Posterior calibration and exploratory analysis for natural

@@ -52,7 +52,7 @@ def ood_aupr(in_scores: Tensor, out_scores: Tensor) -> Tensor:
 
 
 def fpr_at_tpr(in_scores: Tensor, out_scores: Tensor, tpr: float = 0.95) -> Tensor:
-    r"""Fraction of out-of-distribution points kept where a share of in-distribution ones is.
+    r"""Fraction of out-of-distribution points kept if a share of in-distribution ones is kept.
 
     `#{s_out >= t} / m` for the highest threshold `t` with `#{s_in >= t} / n >= tpr`.
 
@@ -94,10 +94,10 @@ def risk_coverage_curve(
 ) -> RiskCoverage:
     r"""Error of the most confident points, one more at a time.
 
-    Points of the same confidence come in any order: their risk is its mean over all of them.
+    For points of the same confidence, the risk is the mean over all their orders.
 
     Args:
-        confidence: what points are kept by, shape `(n,)`; by default the maximal probability.
+        confidence: the score to keep points by, shape `(n,)`; by default the maximal probability.
         weights: how often each point counts, whole numbers, shape `(n,)`; by default once.
 
     References:

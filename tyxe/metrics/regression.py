@@ -173,7 +173,7 @@ def interval_score(
     level: float = 0.95,
     weights: Tensor | None = None,
 ) -> Tensor:
-    r"""Width of intervals, and what targets outside of them cost, in the targets' units.
+    r"""Width of intervals plus a penalty for targets outside, in the targets' units.
 
     `(u - l) + 2/alpha (l - y)_+ + 2/alpha (y - u)_+` with `alpha = 1 - level`, averaged over
     entries; the quantiles at `alpha / 2` and `1 - alpha / 2` minimise its expectation.
@@ -230,7 +230,7 @@ def quantile_calibration_error(
     r"""Distance of quantiles' coverage from their levels, `1/L sum_l |mean 1[u <= q_l] - q_l|`.
 
     Args:
-        pit: what `gaussian_pit` or `sample_pit` returns, shape `(n, ...)`.
+        pit: result of `gaussian_pit` or `sample_pit`, shape `(n, ...)`.
         num_levels: number `L` of levels `l / (L + 1)`.
 
     References:

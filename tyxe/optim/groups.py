@@ -27,16 +27,16 @@ Named = Mapping[str, nn.Parameter]
 
 @runtime_checkable
 class ParticleOptimizer(Protocol):
-    """A torch optimiser that takes gradients itself, in the place of the ELBO's.
+    """A torch optimiser that computes its own gradients instead of the ELBO's.
 
-    A fit calls `particle_of` once, and the `particle(inputs, targets, beta)` that it returns for
-    each draw of a step: it adds `1 / options.num_particles` of a gradient to `.grad`, and returns
-    the fields of `tyxe.bnn.ElboTerms`. `objective` has the `bnn`, and its log-likelihood
+    A fit calls `particle_of` once. It calls the returned `particle(inputs, targets, beta)` for each
+    draw of a step; this adds `1 / options.num_particles` of a gradient to `.grad`, and returns the
+    fields of `tyxe.bnn.ElboTerms`. `objective` has the `bnn`, and its log-likelihood
     `data_at(values, inputs, targets)`; `options` are the arguments of `fit`.
     """
 
     def particle_of(self, objective: Any, options: Any) -> Callable[..., tuple[Any, ...]]:
-        """Return the particle of a fit, or raise for what the optimiser does not serve."""
+        """Return the particle of a fit, or raise for a fit that the optimiser does not support."""
 
 
 def make_optimizer(

@@ -33,11 +33,13 @@ class IVON(Optimizer):
     move by `-lr gm / (1 - b1^t)`: SGD with momentum [Shen et al. 2024, algorithm 1].
 
     Args:
-        params: what `fit` passes, to which IVON is given as a `functools.partial`.
+        params: passed by `fit`, to which you give IVON as a `functools.partial`.
         lr: learning rate; .1 is a usual start.
-        betas: `b1` and `b2`; `h` remembers its start for `1/(1 - b2)` steps: .995 to .999 for few.
-        hess_init: start of `h`, in nats per point. Standard deviations start at `1/sqrt(N h)`, to
-            be some percent of the weights: .1 to 1 for classes and 50,000 points, more for fewer.
+        betas: `b1` and `b2`; `h` remembers its start for `1/(1 - b2)` steps; use .995 to .999 for
+            few steps.
+        hess_init: start of `h`, in nats per point. Standard deviations start at `1/sqrt(N h)`,
+            which should be a few percent of the weights: .1 to 1 for classes and 50,000 points,
+            more for fewer.
 
     Raises:
         TypeError, ValueError: `lr` or `hess_init` not positive, `betas` not two in [0, 1).

@@ -1,8 +1,9 @@
 """Figures: bands, calibration, predictive entropy, scores, training curves, accuracy over tasks.
 
 They need the optional extra `plot` (matplotlib), and raise `ImportError` without it. Every function
-but `calibration_and_entropy` draws on `ax`, or on a new figure's axes when it is None, and returns
-the axes; none shows or saves anything. Inputs are checked as in `tyxe.metrics`, with its errors.
+except `calibration_and_entropy` draws on `ax`, or if it is None on the axes of a new figure, and
+returns the axes. None of them shows or saves the figure. Inputs are checked as in `tyxe.metrics`,
+with its errors.
 """
 
 from tyxe.plotting.classification import (

@@ -29,16 +29,16 @@ def calibration_curve(
     r"""Draw accuracy against confidence with the diagonal, and the ECE in the label.
 
     The points are those of `tyxe.metrics.calibration_curve`; below the diagonal a net is
-    overconfident. Bars are Wilson's intervals of 95 % of each bin's accuracy, and the area of a
-    shade around a point is in proportion to the bin's number of points. Several calls on the same
-    axes share one diagonal.
+    overconfident. Bars are Wilson's 95 % intervals of each bin's accuracy, and the shaded area
+    around a point is proportional to the bin's number of points. Several calls on the same axes
+    share one diagonal.
 
     Args:
         label: name of the method; the legend says `label (ECE 1.2 %)`.
         num_bins: number of equal-width bins of the maximal probability.
         min_count: bins with fewer points are left out of the curve (not of the ECE), because
             their accuracy is too uncertain.
-        color: colour of the curve; None takes the axes' next.
+        color: colour of the curve; None uses the next colour of the axes.
         marker: matplotlib's name of the marker.
 
     References:
@@ -96,15 +96,15 @@ def entropy_ecdf(
 ) -> "Axes":
     r"""Draw the empirical distribution function of predictive entropies.
 
-    `F(h) = 1/n sum_i 1[h_i <= h]`. By convention solid for test and dashed for
-    out-of-distribution points: the further right a dashed curve, the better their detection.
+    `F(h) = 1/n sum_i 1[h_i <= h]`. By convention lines are solid for test points and dashed for
+    out-of-distribution points. The further right a dashed curve, the better the detection.
 
     Args:
         entropy: entropies in nats, shape `(n,)`, from `tyxe.metrics.predictive_entropy`.
         label: entry in the legend, if any.
         linestyle: matplotlib's name of the line style.
-        color: colour of the line; None takes the axes' next.
-        marker: matplotlib's name of a marker, which a few of the points get; None draws none.
+        color: colour of the line; None uses the next colour of the axes.
+        marker: matplotlib's name of a marker for a few of the points; None draws none.
         max_entropy: where the line ends, in nats, such as `log C`; None ends it at the largest.
 
     Example:
@@ -183,7 +183,7 @@ def ood_histogram(
 def risk_coverage(
     probs: Tensor, targets: Tensor, ax: "Axes | None" = None, *, label: str = ""
 ) -> "Axes":
-    """Draw the error of the points that are kept, by their share, and the AURC in the label.
+    """Draw the error of the kept points against their share, with the AURC in the label.
 
     Example:
         >>> probs = torch.tensor([[0.9, 0.1], [0.6, 0.4]])

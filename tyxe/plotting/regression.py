@@ -1,4 +1,4 @@
-"""Predictions of numbers, and where targets lie in them."""
+"""Predictions of numbers, and the place of targets in them."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ def predictive_band(
 ) -> "Axes":
     r"""Draw a one-dimensional regression's mean and its bands of standard deviations.
 
-    Bands `mu(x) +- k sigma(x)`, `k = 1..num_scales`, one over the other, so darkest inside.
+    Bands `mu(x) +- k sigma(x)`, `k = 1..num_scales`, overlap, so the inner ones are darkest.
 
     Args:
         x: inputs, shape `(n,)` or `(n, 1)`, in any order.
@@ -73,8 +73,8 @@ def pit_histogram(
 ) -> "Axes":
     """Draw the density of what `tyxe.metrics.gaussian_pit` returns; flat if it is calibrated.
 
-    A valley is of predictions that are too certain, a hill of too uncertain ones. In the grey band
-    are 95 % of the bins of as many points that are calibrated.
+    A valley means that predictions are too certain, a hill that they are too uncertain. The grey
+    band holds 95 % of the bins of as many calibrated points.
 
     Example:
         >>> len(pit_histogram(torch.rand(50), num_bins=5).patches)
@@ -96,8 +96,9 @@ def pit_histogram(
 def qq(pit: Tensor, ax: "Axes | None" = None, *, label: str = "") -> "Axes":
     """Draw quantiles of targets, standardised by their predictions, against a normal's.
 
-    Steeper than the diagonal are predictions that are too certain. What lies outside of all samples
-    or digits is left out. In the grey band are 95 % of the quantiles of as many calibrated points.
+    A slope steeper than the diagonal means that predictions are too certain. Points outside of all
+    samples or digits are left out. The grey band holds 95 % of the quantiles of as many calibrated
+    points.
 
     Example:
         >>> len(qq(torch.rand(50)).lines)

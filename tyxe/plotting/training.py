@@ -22,11 +22,11 @@ def history(history: Any, ax: "Axes | None" = None) -> "Axes":
     r"""Draw the training curves of a fit: loss, negative log-likelihood and KL.
 
     `loss = beta * kl - log_likelihood`: the log-likelihood is drawn with the opposite sign, so that
-    the other two add up to the loss at `beta = 1`. Where the first epochs would leave no height for
-    the others, these have the axes to themselves, and all epochs are in an inset.
+    the other two add up to the loss at `beta = 1`. If the first epochs would leave no height for
+    the others, the axes show the others, and an inset shows all epochs.
 
     Args:
-        history: what `fit` returned, or any object with its three lists, `loss`, `log_likelihood`
+        history: the result of `fit`, or any object with its three lists, `loss`, `log_likelihood`
             and `kl`, of one number per epoch.
 
     Example:
@@ -79,7 +79,7 @@ def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None)
     Args:
         results: for each method's name the accuracies `A[r, t, i]` of run `r` on task `i` after
             `t + 1` tasks, `(runs, T, T)`, or `(T, T)` for one run. Entries above the diagonal are
-            ignored. Last rows of NaN are tasks to come; a task is drawn if all runs have finished.
+            ignored. Last rows of NaN are tasks to come; a task is drawn if all runs finished it.
 
     Raises:
         ValueError: there are no results; accuracies of another shape, without a finished task, or

@@ -1,11 +1,10 @@
 """A draw from a site's posterior that is made only when an operation needs its value.
 
-A `Draw` stands in a parameter's place while the net runs. A linear map that uses it raises one
-event (see `linear_map`), which a handler may answer from the posterior's moments; then the value
-is never drawn. Every other operation gets the value, drawn once for all uses, so that a mean is
-never taken for a draw; linear maps that come after it get that value too. Views that only
-rearrange elements (`split`, `chunk`, `transpose`, ...) are draws again, whose moments are
-rearranged in the same way.
+A `Draw` replaces a parameter while the net runs. A linear map that uses it raises one event (see
+`linear_map`), which a handler may answer from the posterior's moments; then the value is never
+drawn. Every other operation gets the value, drawn once for all uses, and so do later linear maps.
+So a mean is never used in place of a draw. Views that only rearrange elements (`split`, `chunk`,
+`transpose`, ...) are draws again, whose moments are rearranged in the same way.
 """
 
 from __future__ import annotations
@@ -150,8 +149,8 @@ class Draw(Tensor):
 
     Args:
         name: the site's name in the joint model.
-        distribution: the site's posterior, or None where only a value is known.
-        value: the value, where it has been drawn already.
+        distribution: the site's posterior, or None if only a value is known.
+        value: the value, if it has already been drawn.
 
     Example:
         >>> q = td.Independent(td.Normal(torch.zeros(3, 2), torch.ones(3, 2)), 2)
@@ -226,7 +225,7 @@ class Draw(Tensor):
 
     @property
     def arrangement(self) -> Arrangement | None:
-        """How the draw has all elements of the site; None if it is a part, or is not known."""
+        """How the draw arranges all elements of the site; None for a part, or if unknown."""
         whole = before = outline = self._source.outline
         for view in self._views:
             if not _shares(outline, whole):
@@ -246,7 +245,7 @@ class Draw(Tensor):
         return self._rearrange(self._source.value)
 
     def moments(self) -> tuple[Tensor, Tensor] | None:
-        """Return elementwise `(mean, variance)` where a handler may use them, else None."""
+        """Return elementwise `(mean, variance)` if a handler may use them, else None."""
         moments = self._source.moments
         if moments is None:
             return None
@@ -258,7 +257,7 @@ class Draw(Tensor):
         return None if middle is None else self._rearrange(middle)
 
     def deviation(self) -> Tensor:
-        """Return the value less its centre, for a draw that has one."""
+        """Return the value minus its centre, for a draw that has one."""
         return self._rearrange(self._source.deviation)
 
     def _rearrange(self, tensor: Tensor) -> Tensor:

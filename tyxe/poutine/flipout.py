@@ -1,4 +1,4 @@
-"""Flipout, which gives each data point a perturbation of its own by random signs."""
+"""Flipout, which gives each data point its own perturbation by random signs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class flipout(LinearMapMessenger):
 
     `h_n = lin(x_n; M, m_b) + s_n * lin(r_n * x_n; W - M, b - m_b)`, with signs `r_n`, `s_n` per
     data point and channel and one draw `W, b` per batch. Every output has the exact marginal
-    distribution if the posterior factorises and is symmetric about its centre; weight and bias
-    are independent and may share `s_n`. All positions of one data point have its signs, so that
-    their joint distribution is exact too. Rows into which a net has itself flattened points and
-    positions (`x.flatten(0, 1)`) have signs of their own: only their marginals are exact.
+    distribution if the posterior factorises and is symmetric about its centre; weight and bias are
+    independent and may share `s_n`. All positions of a data point share its signs, so their joint
+    distribution is exact too. If a net flattens points and positions into rows (`x.flatten(0, 1)`),
+    each row has its own signs, and only the marginals are exact.
 
     Args:
-        batch_dim: which dimension of an input of three or more counts data points in linear layers:
-            1 for PyTorch's layers with `batch_first=False`. Attention knows it itself, and in
-            convolutions it is the first.
+        batch_dim: which dimension counts data points, for linear layers with inputs of three or
+            more dimensions: 1 for PyTorch's layers with `batch_first=False`. For attention it is
+            known, and in convolutions it is the first.
 
     Raises:
-        ValueError: `batch_dim` is no dimension.
+        ValueError: `batch_dim` is not a dimension.
 
     Reference:
         Wen, Vicol, Ba, Tran, Grosse, Flipout: efficient pseudo-independent weight perturbations

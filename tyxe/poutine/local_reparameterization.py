@@ -28,8 +28,9 @@ def local_reparameterization_moments(
     Args:
         event: the map, with an input of any shape that it takes.
         weight: mean and variance of the weight; a variance of None if it is not random.
-        bias: mean and variance of the bias, or None where the map has none.
-        variance_dtype: type in which variances are summed; that of the weight's by default.
+        bias: mean and variance of the bias, or None if the map has none.
+        variance_dtype: type in which variances are summed; by default that of the weight's
+            variance.
 
     Returns:
         `(mean, variance)`, each of the output's shape; the variance is float32 at least, also
@@ -66,15 +67,15 @@ class local_reparameterization(LinearMapMessenger):
     feature map, and several uses of one weight, get independent noise.
 
     Around `fit` it changes the gradient estimator, around `predict` the predictive samples.
-    Derivatives of such outputs in the inputs are none of a draw of the weights: a net that returns
-    them, such as the gradient of an energy, has to do without this handler. A warning says so where
-    a forward is seen to differentiate.
+    Derivatives of such outputs with respect to the inputs do not belong to any draw of the weights.
+    Do not use this handler for a net that returns them, such as the gradient of an energy. A
+    forward that differentiates gives a warning.
 
     Args:
         variance_dtype: type in which the map of variances is computed. `torch.bfloat16` is faster
-            where the hardware has it; squared inputs and variances are then rounded to 8 bits, so
-            that an output's standard deviation has an error of up to 0.6 %, and half of that for a
-            sum of many terms (its mean is exact).
+            if the hardware has it. It rounds squared inputs and variances to 8 bits, so an output's
+            standard deviation has an error of up to 0.6 %, or half of that for a sum of many terms
+            (its mean is exact).
 
     Raises:
         ValueError: a type with less range than float32.

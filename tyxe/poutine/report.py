@@ -28,14 +28,14 @@ class Row(NamedTuple):
 
 @effectful(type="note")
 def note(text: str) -> None:
-    """Tell an active report something that concerns no single site."""
+    """Add a note to an active report that does not belong to a single site."""
 
 
 class Report(Messenger):
-    """List, for all that is run inside, how each site was used: iterate over it, or print it.
+    """List how each site was used by what runs inside: iterate over it, or print it.
 
     Attributes:
-        notes: what concerns no single site.
+        notes: messages that do not belong to a single site.
 
     Example:
         >>> import torch, pyro.distributions as dist, tyxe

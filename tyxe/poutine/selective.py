@@ -54,14 +54,14 @@ class selective_mask(_Selective):
     the net's output and from the targets.
 
     Args:
-        mask: boolean tensor, one entry per row of the batch, `(n,)`, or of the targets' shape,
-            `(n, ...)`: then points of which nothing is left do not count.
+        mask: boolean tensor, one entry per row of the batch, `(n,)`, or with the targets' shape,
+            `(n, ...)`: then points without any true entry do not count.
         expose: names of the observed sites, usually `["likelihood.data"]`.
 
     Raises:
         TypeError: the mask is not boolean, or `expose` is a string.
         ValueError: the mask's shape is neither the batch's length nor that of the targets.
-        RuntimeError: two masks around one site of a program that is no likelihood; combine them.
+        RuntimeError: two masks around one site of a program that is not a likelihood; combine them.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -169,11 +169,11 @@ class selective_scale(_Selective):
     """Multiply the log-probabilities of some sites, and with them their KL, by a factor.
 
     Args:
-        scale: the factor, positive; a tensor of one element is taken as its number.
+        scale: the factor, positive; a number or a tensor of one element.
         expose: names of the sites in the net or in the joint model.
 
     Raises:
-        TypeError: `expose` is a string, or the factor no number.
+        TypeError: `expose` is a string, or the factor is not a number.
         ValueError: the factor is not positive.
 
     Example:

@@ -43,15 +43,15 @@ class variational_laplace(Messenger):
       log-likelihood at labels drawn from the model [VL 28, 29]. It is unbiased for the Fisher
       information, never positive, and takes one more backward pass.
     - `"hessian"`: the exact diagonal at the true labels [VL 18]. It takes a backward pass for each
-      weight, so it is for small nets. Where it is positive a variance may grow without bound, of
-      which there is a warning.
+      weight, so it is for small nets. If it is positive a variance may grow without bound, and
+      there is a warning.
     - `"empirical"`: the gradient at the true labels [VL 26], for comparison. It is biased, by the
       squared mean of the gradient.
 
-    All else stays the same: the KL and `beta`, masks and scales, `num_particles` (draws of labels),
-    draws of the likelihood's own variables. The curvature is differentiated, so activations should
-    have second derivatives (`nn.Softplus`, `nn.SiLU`, `nn.GELU`, `nn.Tanh`); a warning names those
-    that have none. Inside, fused attention is replaced by its plain form.
+    Everything else stays the same: the KL and `beta`, masks and scales, `num_particles` (draws of
+    labels), draws of the likelihood's own variables. The curvature is differentiated, so
+    activations should have second derivatives (`nn.Softplus`, `nn.SiLU`, `nn.GELU`, `nn.Tanh`); a
+    warning names those that have none. Inside, fused attention is replaced by its plain form.
 
     Adam moves a parameter by no more than its learning rate in a step: start scales at
     `init_scale=tyxe.guides.scale_below_prior()` and give them `lr_multipliers={"scale": 10}`, or
@@ -62,7 +62,7 @@ class variational_laplace(Messenger):
 
     Raises:
         ValueError: another curvature; with `"hessian"`, a net that is too large for it.
-        TypeError: in `fit`, posteriors that are no independent Normals, or a likelihood that
+        TypeError: in `fit`, posteriors that are not independent Normals, or a likelihood that
             cannot draw labels.
         RuntimeError: another handler samples the same sites; gradients are off; a function of the
             net has no second derivative; the curvature is not finite.

@@ -22,24 +22,24 @@ class _WithInputs(nn.Linear):
 
 
 class ClosedForm(nn.Module):
-    """A net whose last layer has a Gaussian posterior, which predicts without any draw.
+    """A net whose last layer has a Gaussian posterior, and which predicts without draws.
 
     Outputs are Gaussian, with the mean of the net at the posterior's centre and the variance of
     `W x`. It is made by `bnn.to_ensemble(closed_form=True)`, and works under `torch.export`,
-    `torch.compile` and ONNX export after a first call. Its `state_dict` has the net alone: save the
-    exported program, or the BNN. That looks whether the layer is the net's
-    last operation, which an export cannot see.
+    `torch.compile` and ONNX export after a first call. The first call checks that the layer is the
+    net's last operation, which an export cannot do. The `state_dict` has only the net: save the
+    exported program, or the BNN.
 
     Args:
         net: at the posterior's centre, in eval mode.
         layer: name of its last layer, an `nn.Linear`.
-        has_weight, has_bias: whether these have a posterior.
-        precision: of these, row by row of the weight, with the bias as its last column.
-        likelihood: of classes, binary labels, or numbers with one noise.
+        has_weight, has_bias: whether weight and bias have a posterior.
+        precision: their precision, row by row of the weight, with the bias as its last column.
+        likelihood: a likelihood of classes, binary labels, or numbers with one noise.
         options: how predictions are made.
 
     Raises:
-        RuntimeError: from the first call, where the layer is not last; from an export before it.
+        RuntimeError: in the first call, if the layer is not the last; in an export before it.
         TypeError: another layer or likelihood.
         ValueError: a link that draws.
     """
@@ -76,11 +76,11 @@ class ClosedForm(nn.Module):
         self._prepare()
 
     def train(self, mode: bool = True) -> ClosedForm:
-        """Stay in eval mode, so that a parent in train mode changes no prediction."""
+        """Stay in eval mode, so that a parent in train mode does not change predictions."""
         return super().train(False)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the prediction for a batch: what the BNN's `predict` does by `"glm"`."""
+        """Return the prediction for a batch, that of the BNN's `predict` by `"glm"`."""
         both = self.net(*inputs, **kwargs)
         if self._whole is not None:
             self._look(both, self._whole, inputs, kwargs)

@@ -56,7 +56,7 @@ def variance_decomposition(probs: Tensor, weights: Tensor | None = None) -> Vari
 
     Args:
         probs: class probabilities of `S` draws, `(S, n, ..., C)`.
-        weights: of the draws, `(S,)`, which sum to one, such as `bnn.draw_weights(S)` of an
+        weights: weights of the draws, `(S,)`, which sum to one, such as `bnn.draw_weights(S)` of an
             ensemble; equal by default.
 
     Returns:
@@ -120,7 +120,7 @@ def regression_decomposition(
         noise_variance: the noise's variance `sigma^2`; a number, or a tensor that broadcasts
             against the means: `(S, n, ...)` for one that the net predicts, `(S, 1, ...)` for draws
             of one noise.
-        weights: of the draws, as of `variance_decomposition`.
+        weights: weights of the draws, as in `variance_decomposition`.
 
     Returns:
         Two variances for each target, `(n, ...)`; the total is the mixture's variance.

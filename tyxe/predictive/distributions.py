@@ -1,4 +1,4 @@
-"""The predictive distribution of targets, as a `torch.distributions` object over each point's."""
+"""The predictive distribution of the targets of each point, as a `torch.distributions` object."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PredictiveMixture(td.Distribution):
 
     Args:
         parts: the distributions.
-        weights: of each, `(S,)`, which sum to one; equal by default.
+        weights: weights of the parts, `(S,)`, which sum to one; equal by default.
 
     Example:
         >>> parts = [td.Normal(torch.zeros(1), torch.ones(1)), td.Normal(torch.ones(1), 1.0)]
@@ -80,7 +80,7 @@ class PredictiveMixture(td.Distribution):
 
 
 def mixture(parts: Sequence[Any], weights: Tensor | None = None) -> Any:
-    """Return the mixture of distributions; of those of one label, a distribution of their kind.
+    """Return the mixture of distributions; for those of one label, it is of the same kind.
 
     Distributions by name, as of a `Joint`, have a mixture each.
     """

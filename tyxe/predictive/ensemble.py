@@ -19,12 +19,12 @@ from tyxe.util import at_least_float32
 class Ensemble(nn.Module):
     """Plain nets, one for each draw of the weights, whose predictions are aggregated.
 
-    It runs neither Pyro nor a lock, so that threads may call it in parallel; it is made by
+    It uses neither Pyro nor a lock, so threads may call it in parallel. It is made by
     `bnn.to_ensemble(num_draws)`, and works under `torch.export`, `torch.compile` and ONNX export.
 
-    Where draws differ in linear maps alone, such as a last layer or adapters, all nets run in one
-    pass, and what they share runs once. The first call compares this with the nets one by one; call
-    it once before an export, which cannot compare.
+    If draws differ only in linear maps, such as a last layer or adapters, all nets run in one pass,
+    and what they share runs once. The first call compares this with the nets one by one. Call it
+    once before an export, which cannot compare.
 
     Args:
         members: the nets, in eval mode. They may share parts.
@@ -56,11 +56,11 @@ class Ensemble(nn.Module):
         self.requires_grad_(False).eval()
 
     def train(self, mode: bool = True) -> Ensemble:
-        """Stay in eval mode, so that a parent in train mode changes no prediction."""
+        """Stay in eval mode, so that a parent in train mode does not change predictions."""
         return super().train(False)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the prediction for a batch: what the BNN's `predict` does for these draws."""
+        """Return the prediction for a batch, that of the BNN's `predict` for these draws."""
         outputs = self._outputs(inputs, kwargs)
         if self.likelihood is None:
             return outputs

@@ -90,7 +90,7 @@ def predict_from_gaussian(
         mean: mean of the outputs, `(n, ...)`.
         covariance: covariance of outputs along the last dimension, `(n, ..., C, C)`.
         link: `"mc"`, `"probit"` or `"bridge"`, for classes and binary labels.
-        num_samples: number of samples, where there is no closed form; 0 predicts at the mean.
+        num_samples: number of samples, if there is no closed form; 0 predicts at the mean.
         latents: draws of the likelihood's own variables, stacked along dimension 0.
 
     Raises:

@@ -41,7 +41,7 @@ class LinearModel:
         prior_precision: the diagonal of `P0`, `(P,)`.
         likelihood: one with a registered output Hessian.
         targets: `(N, ...)`.
-        weight: of the log-likelihood; above 1 where the data are a part of all.
+        weight: weight of the log-likelihood; above 1 if the data are a part of all.
     """
 
     jacobian: Tensor
@@ -131,8 +131,8 @@ def refine_laplace(
         model: the linearised model.
         structure: of the precision, `"full"` or `"diag"`; the mode is the same.
         num_steps: largest number of Newton's steps.
-        tolerance: stop where a step would gain less than half of this, in nats, or less than the
-            log joint's rounding.
+        tolerance: stop if a step would gain less than half of this, in nats, or less than the log
+            joint's rounding.
 
     Returns:
         `w*`, `(P,)`, and the precision.

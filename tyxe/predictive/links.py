@@ -50,9 +50,9 @@ def log_probit(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor
     """Scale differences of logits by their standard deviations, and normalise.
 
     `p_i = 1 / sum_j exp((f_j - f_i) / sqrt(1 + pi/8 r Var(f_j - f_i)))`, over their sum, with
-    `r = C / (2 C - 2)`. What is common to all logits, often most of their variance, changes no
-    probability. With two classes it is `logit_probit` of the difference. With more, `r` falls to a
-    half, as the sum over the others has little variance of its own; it was found by comparison with
+    `r = C / (2 C - 2)`. Variance that is common to all logits, often most of it, does not change
+    probabilities. With two classes this is `logit_probit` of the difference. With more, `r` falls
+    to a half, since the sum over the others has little variance; it was found by comparison with
     `log_mc`. Lu, Ie & Sha (2020), Mean-field approximation to Gaussian-softmax integral, for `r` of
     1; MacKay (1992), The evidence framework applied to classification networks.
     """
@@ -129,8 +129,8 @@ def logit_mc(mean: Tensor, variance: Tensor, num_samples: int = NUM_SAMPLES) -> 
 def logit_probit(mean: Tensor, variance: Tensor, num_samples: int = 0) -> Tensor:
     """Scale each logit by its standard deviation: `f / sqrt(1 + pi/8 v)`.
 
-    It stands for `"bridge"` as well: with two classes the variances of the zero-sum logits cancel
-    from `alpha / sum(alpha)`, which is `sigmoid(f)` whatever the uncertainty.
+    It is also used for `"bridge"`: with two classes the variances of the zero-sum logits cancel
+    from `alpha / sum(alpha)`, which is `sigmoid(f)` for any uncertainty.
     """
     return _shrunk(*_check_binary(mean, variance))
 

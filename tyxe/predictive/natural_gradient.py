@@ -245,23 +245,24 @@ def refine_variational(
     about `w0`. A diagonal `Lambda` takes the diagonal of the bracket, and needs a small rate: with
     1 it can diverge where inputs are correlated.
 
-    Where all points together have fewer outputs than there are weights, a full `Lambda` is not
-    formed, and a step takes time cubic in the number of outputs instead of weights. The Gaussian is
-    the same, but not the random numbers for a given seed.
+    If all points together have fewer outputs than there are weights, a full `Lambda` is not formed,
+    and a step takes time cubic in the number of outputs instead of weights. The Gaussian is the
+    same, but not the random numbers for a given seed.
 
     Args:
         model: the linearised model.
         structure: of `Lambda`, `"full"` or `"diag"`.
         rate: `rho`, above 0 and at most 1.
         num_steps: number of updates.
-        num_draws: for each expectation, from torch's generator, in pairs of a draw and its mirror
-            image (expectations of functions that are linear in the draw are then exact).
+        num_draws: number of draws for each expectation, from torch's generator, in pairs of a draw
+            and its mirror image (so expectations of functions that are linear in the draw are
+            exact).
         expectation: what is drawn: `"weights"`, the same for all points; `"outputs"`, for each
             point separately, which is less noisy but needs their covariance in each step; or a
             function of model, mean, precision and `num_draws` that yields outputs `(N, ...)`.
 
     Returns:
-        `mu`, `(P,)`, and `Lambda`; a full one is `LowRank` where outputs are fewer, else `Dense`.
+        `mu`, `(P,)`, and `Lambda`; a full one is `LowRank` if outputs are fewer, else `Dense`.
 
     Raises:
         ValueError: an unknown structure or expectation; a rate out of range; no draws.

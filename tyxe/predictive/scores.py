@@ -3,12 +3,12 @@
 Each function takes what `bnn.predict(x, aggregate=False)` returns:
 
 - `draws`: outputs of `S` draws. Without a likelihood they are logits of classes, `(S, n, ..., C)`.
-- `weights`: of the draws, `(S,)`, which sum to one, such as `bnn.draw_weights(S)` of an ensemble;
-  equal by default.
-- `likelihood`: whose predictions the draws are, for probabilities, binary labels and numbers.
+- `weights`: weights of the draws, `(S,)`, which sum to one, such as `bnn.draw_weights(S)` of an
+  ensemble; equal by default.
+- `likelihood`: the likelihood of the draws, needed for probabilities, binary labels and numbers.
 
-It returns a number for each target, `(n, ...)`, and raises what the likelihood does where its
-targets are no classes, a `TypeError`.
+It returns a number for each target, `(n, ...)`, and raises a `TypeError` if the likelihood's
+targets are not classes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def mutual_information(
 ) -> Tensor:
     """Return the information that a label would bring about the weights, in nats.
 
-    `H[E p] - E H[p]`: 0 where all draws agree, however uncertain they are. It is the score to tell
-    unfamiliar inputs from ambiguous ones.
+    `H[E p] - E H[p]`: 0 if all draws agree, however uncertain they are. Use it to tell unfamiliar
+    inputs from ambiguous ones.
 
     Reference:
         Houlsby et al. (2011), Bayesian active learning for classification and preference learning.
@@ -111,13 +111,14 @@ def expected_variance(
 def batch(scores: Tensor, size: int, power: float = 1.0) -> Tensor:
     """Choose points to label together, at random in proportion to `score^power`.
 
-    The points of highest score are often alike, so that labels of all of them say little more than
-    one. Points are drawn without replacement; `scores.topk(size)` is the limit of a high power.
+    The points with the highest scores are often alike, so labels of all of them say little more
+    than one. Points are drawn without replacement; `scores.topk(size)` is the limit of a high
+    power.
 
     Args:
-        scores: of the points without a label, such as by `bald`, `(n,)`, not negative.
+        scores: scores of the points without a label, such as by `bald`, `(n,)`, not negative.
         size: number of points.
-        power: 0 chooses any points alike.
+        power: with 0 all points are equally likely.
 
     Returns:
         The points' indices, `(size,)`; those of score 0 come after all others.

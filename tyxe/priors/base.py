@@ -22,18 +22,17 @@ class Prior(ABC):
 
     A subclass implements `prior_dist`. Rules choose the parameters that become sites; the rest stay
     ordinary parameters, trained by maximum likelihood. With no rule every trainable parameter is a
-    site. Any `expose` rule narrows the sites to what it names; `hide` rules then take away.
-    Parameters that the net itself froze (`requires_grad=False`) are sites only if an `expose` rule
-    names them. A tied parameter is named by any of its places.
+    site. With `expose` rules only the parameters that they name are sites; `hide` rules then remove
+    some. Frozen parameters (`requires_grad=False`) are sites only if an `expose` rule names them. A
+    tied parameter has the names of all its places.
 
     Args:
         expose_all: `False` without any rule hides everything; next to rules it changes nothing.
-        hide_all: hide every parameter, which is maximum likelihood.
+        hide_all: hide every parameter, for maximum likelihood.
         rules: any of `hide`, `expose` (full names or globs such as `"layer4.*"`),
-            `{hide,expose}_modules` (modules, or their names or globs; with all that is inside),
-            `{hide,expose}_module_types` (classes), `{hide,expose}_parameters` (last parts of
-            names, such as `"bias"`), `{hide,expose}_fn` (`fn(module, name) -> bool`, with
-            the full name).
+            `{hide,expose}_modules` (modules, their names, or globs; with everything inside),
+            `{hide,expose}_module_types` (classes), `{hide,expose}_parameters` (last parts of names,
+            such as `"bias"`), `{hide,expose}_fn` (`fn(module, name) -> bool`, with the full name).
 
     Raises:
         TypeError: an unknown rule, or one of a wrong type.
@@ -66,12 +65,12 @@ class Prior(ABC):
 
     @check.arguments
     def sites(self, net: nn.Module) -> dict[str, SitePrior]:
-        """Return the sites of a net and their priors; the net is left as it is.
+        """Return the sites of a net and their priors; the net is not changed.
 
         Raises:
-            ValueError: a rule or an entry names what the net does not have; a distribution has
-                another shape than its parameter, or is a point.
-            TypeError: `prior_dist` returned no distribution.
+            ValueError: a rule or an entry names something that the net does not have; a
+                distribution has another shape than its parameter, or is a point.
+            TypeError: `prior_dist` did not return a distribution.
         """
         elements, priors = self.elements(net), {}
         for parameter in self.selection.of(net):
@@ -82,7 +81,7 @@ class Prior(ABC):
         return priors
 
     def elements(self, net: nn.Module) -> dict[str, Tensor]:
-        """Return which elements of a parameter are random, by the name of each that is a part.
+        """Return which elements are random, for each parameter of which only some are.
 
         They are indices into the flattened parameter, and the site is the vector of these elements.
         All other elements are fixed, as is a parameter without any.
@@ -118,7 +117,7 @@ class Prior(ABC):
         net.__dict__[SITE_PRIORS] = SitePriors(self.sites(net), net, prefix, self.elements(net))
 
     def update_(self, net: nn.Module) -> None:
-        """Replace the priors of a net's sites; which parameters are sites stays as it is.
+        """Replace the priors of a net's sites; the choice of sites does not change.
 
         Raises:
             ValueError: the net has no sites yet, or this prior does not fit one of them; the

@@ -1,4 +1,4 @@
-"""Priors whose weights are independent: of one distribution, Normal by layer, of two values."""
+"""Priors of independent weights: one distribution, Normals by layer, or two values."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class LayerwiseNormalPrior(Prior):
     r"""Zero-mean Normals with the standard deviations of initialisation schemes.
 
     `radford`: `1 / sqrt(fan_in)`; `xavier`: `sqrt(2 / (fan_in + fan_out))`; `kaiming`:
-    `gain / sqrt(fan_in)`. A bias takes its layer's fans.
+    `gain / sqrt(fan_in)`. A bias has the fans of its layer.
 
     Args:
         method: `"radford"`, `"xavier"` or `"kaiming"`.
-        nonlinearity: whose gain `kaiming` takes, by its name in `torch.nn.init.calculate_gain`.
+        nonlinearity: its gain is for `kaiming`; a name in `torch.nn.init.calculate_gain`.
         rules: those of `Prior`, which choose the sites.
 
     Raises:
@@ -90,12 +90,12 @@ class LayerwiseNormalPrior(Prior):
 
 
 class BinaryPrior(Prior):
-    r"""Weights of two values, each as likely as the other, for `tyxe.guides.AutoBernoulli`.
+    r"""Weights of two equally likely values, for `tyxe.guides.AutoBernoulli`.
 
     Args:
-        delta: None for the plain prior, whose KL is `log 2` less the posterior's entropy; a number
-            for the Beta-Bernoulli regulariser, `-delta log pi (1 - pi)`, see
-            `SignedBetaBernoulli`: a MAP objective in the probabilities, and not a bound.
+        delta: None for the plain prior, whose KL is `log 2` minus the posterior's entropy; a number
+            for the Beta-Bernoulli regulariser, `-delta log pi (1 - pi)`, see `SignedBetaBernoulli`:
+            a MAP objective in the probabilities, not a bound.
         scale: the values are `-scale` and `scale`: a number, or a layer-wise method of
             `LayerwiseNormalPrior`; `"radford"` is `1 / sqrt(fan_in)`, which has the same effect
             as multiplying every layer's output by it.

@@ -1,4 +1,4 @@
-"""Priors over some of a net's weights one by one, whatever tensors they are in."""
+"""Priors over single weights of a net, in any of its tensors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _KNOWN = ("magnitude", "last", "random")
 class SubnetworkPrior(Prior):
     """A prior over single weights, of those that another prior exposes; the others stay fixed.
 
-    A site has a parameter's chosen weights, as a vector in the order of the flattened parameter, or
-    the parameter itself if all of it is chosen. The weights that are not chosen keep the values of
-    the given net, which is to be a trained one. With few weights a posterior can couple all of
-    them, whatever the size of the net: `LaplaceBNN(structure="full")`, HMC, a full-rank guide.
+    A site is the vector of a parameter's chosen weights, in the order of the flattened parameter,
+    or the parameter itself if all of it is chosen. The other weights keep the values of the given
+    net, so train it first. With few weights a posterior can couple all of them, whatever the size
+    of the net: `LaplaceBNN(structure="full")`, HMC, a full-rank guide.
 
     Args:
-        prior: the distributions of the chosen weights, from any prior whose distributions have the
-            shape of the tensor that they are asked for.
-        num_weights: how many weights are random.
-        by: which ones: a posterior, as `get_detached_distributions` returns it, for those of the
-            largest marginal variances, such as of a `LaplaceBNN(structure="diag")`; `"magnitude"`
-            for the largest weights of the net, `"last"` for the last ones in the order of its
+        prior: the distributions of the chosen weights: any prior whose distributions have a
+            tensor's shape.
+        num_weights: number of random weights.
+        by: which ones: a posterior, as `get_detached_distributions` returns it, such as of a
+            `LaplaceBNN(structure="diag")`, for the largest marginal variances; `"magnitude"` for
+            the largest weights of the net, `"last"` for the last ones in the order of its
             parameters, or `"random"`.
 
     Raises:

@@ -1,7 +1,7 @@
 """Adaptation of step sizes and mass matrices during warm-up, for all chains at once.
 
-States are named tuples of tensors whose first dimension counts chains. An update is made where a
-mask says so, and the others stay as they are, so that chains may be at different transitions.
+States are named tuples of tensors whose first dimension counts chains. An update changes only the
+chains of a mask, so chains may be at different transitions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DualAveraging(NamedTuple):
 
     @classmethod
     def start(cls, step_size: Tensor) -> DualAveraging:
-        """Return the state before the first update: it is drawn to ten times the step size."""
+        """Return the state before the first update, which pulls towards ten times the step size."""
         zero, log_step = torch.zeros_like(step_size), step_size.log()
         return cls(log_step, log_step, zero, zero, (10 * step_size).log())
 
@@ -77,7 +77,7 @@ class Moments(NamedTuple):
         return Moments(number, mean, self.squares + before * (position - mean))
 
     def variance(self) -> Tensor:
-        """Return the variances, drawn to 1e-3 by the weight of five observations, as Stan does."""
+        """Return the variances, shrunk to 1e-3 with the weight of five observations, as in Stan."""
         number = self.number[:, None]
         plain = self.squares / (number - 1).clamp(min=1)
         return number / (number + 5) * plain + 1e-3 * 5 / (number + 5)

@@ -38,11 +38,11 @@ class Hamiltonian(Kernel):
     """Base of kernels that follow Hamiltonian dynamics by leapfrog steps.
 
     Args:
-        step_size: the first one, of all chains.
+        step_size: the first one, for all chains.
         adapt_step_size: reach `target_accept_prob` by dual averaging during warm-up.
         adapt_mass_matrix: set the diagonal mass matrix by the variances of windows of the warm-up.
-        target_accept_prob: the mean acceptance probability that is wanted.
-        temperature: by which `MCMC_BNN` divides the log-likelihood, and not the prior's.
+        target_accept_prob: the target of the mean acceptance probability.
+        temperature: `MCMC_BNN` divides the log-likelihood by it, but not the prior.
 
     Raises:
         TypeError, ValueError: a step size that is not positive; a target outside of (0, 1).
@@ -63,7 +63,7 @@ class Hamiltonian(Kernel):
         """Return the state at the start of a transition, from `(chains, d)` and `(chains,)`."""
 
     def start(self, potential: Potential, position: Tensor, random: Randomness) -> Chains:
-        """Return chains at their starts, `(chains, d)`, with a step size that is not far off."""
+        """Return chains at their starts, `(chains, d)`, with a reasonable step size."""
         inverse_mass = torch.ones_like(position)
         point = Point.at(potential, position)
         step_size = torch.full_like(point.potential, self.step_size)
@@ -114,7 +114,7 @@ class Hamiltonian(Kernel):
         return Chains(state, Settings(step_size, inverse_mass), Adaptation(averaging, moments))
 
     def check(self, num_warmup: int) -> str | None:
-        """Return what is to be said of fewer transitions than Stan's least, 150."""
+        """Return a warning for fewer transitions than Stan's minimum of 150."""
         what = {"step sizes": self.adapt_step_size, "mass matrices": self.adapt_mass_matrix}
         adapted = " and ".join(name for name, adapts in what.items() if adapts)
         if not adapted or num_warmup >= 150:

@@ -1,4 +1,4 @@
-"""What every sampler of this package is: a start, a pure step, and a pure adaptation."""
+"""The interface of samplers: a start, a pure step, and a pure adaptation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Randomness(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """What a step has brought, for each chain.
+    """The result of a step, for each chain.
 
     Attributes:
-        done: whether a transition ended, `(chains,)`; the other entries count only where it did.
+        done: whether a transition ended, `(chains,)`; the other entries count only if it did.
         position: the new position, `(chains, d)`.
         potential: its potential, `(chains,)`, in nats.
         statistics: `(chains, len(kernel.statistics))`.
@@ -41,10 +41,10 @@ class Transition(NamedTuple):
 
 
 class Length(NamedTuple):
-    """How many transitions a run makes of each chain.
+    """The numbers of transitions of each chain in a run.
 
     Attributes:
-        num_warmup: before the samples.
+        num_warmup: number of transitions before the samples.
         num_samples: number of samples that are kept.
         thinning: number of transitions for each of them.
     """
@@ -63,9 +63,9 @@ class Chains(NamedTuple):
     """Chains under way: tuples of tensors whose first dimension counts chains.
 
     Attributes:
-        state: where they are.
-        settings: what the warm-up sets, such as step sizes.
-        adaptation: what the warm-up remembers for that.
+        state: their positions and more.
+        settings: numbers that the warm-up sets, such as step sizes.
+        adaptation: the state of the warm-up.
     """
 
     state: Any
@@ -81,11 +81,11 @@ class Kernel(ABC):
     itself, so that a run can be compiled, continued and repeated.
 
     Attributes:
-        statistics: the names of what a transition tells.
-        noises, uniforms: how many normal vectors and uniform numbers a step of a chain takes.
+        statistics: the names of a transition's statistics.
+        noises, uniforms: numbers of normal vectors and uniform numbers for a step of a chain.
         default_chains, default_init: number and starts of the chains of an `MCMC_BNN`.
         takes_batches: whether steps take estimates of the potential by mini-batches.
-        temperature: of the target, by which `MCMC_BNN` divides the data term.
+        temperature: `MCMC_BNN` divides the data term by it.
     """
 
     statistics: ClassVar[tuple[str, ...]]
@@ -107,19 +107,19 @@ class Kernel(ABC):
     def step(
         self, potential: Potential, state: Any, settings: Any, random: Randomness
     ) -> tuple[Any, Transition]:
-        """Return the state after one step of every chain, and what it has brought."""
+        """Return the state after one step of every chain, and the `Transition`."""
 
     def for_points(self, count: float) -> Kernel:
-        """Return the kernel for the potential of a data set of so many points."""
+        """Return the kernel for a potential of so many data points."""
         return self
 
     def default_warmup(self, num_samples: int, thinning: int) -> int:
-        """Return the warm-up of a run that is given none: as many transitions as after it."""
+        """Return the default warm-up: as many transitions as after it."""
         return num_samples * thinning
 
     @abstractmethod
     def plan(self, length: Length) -> Tensor:
-        """Return what `adapt` is told in each transition in which it is called, a row for each.
+        """Return the plan for `adapt`: a row for each transition in which it is called.
 
         Most kernels adapt in the warm-up only, which comes first.
         """
@@ -140,7 +140,7 @@ class Kernel(ABC):
         rows: Tensor,
         random: Randomness,
     ) -> Chains:
-        """Return chains that have learnt from a step for which there is a plan.
+        """Return chains that have adapted to a step for which there is a plan.
 
         Args:
             before: the chains before it.
@@ -152,22 +152,22 @@ class Kernel(ABC):
         """
 
     def check(self, num_warmup: int) -> str | None:
-        """Return what is to be said of a warm-up that is too short for what adapts, or None."""
+        """Return a warning for a warm-up that is too short, or None."""
         return None
 
     def stops(self, transition: Transition, settings: Any, kept: Tensor) -> tuple[str, int] | None:
-        """Return what is to be said of a step that stops a run, and how many samples are good.
+        """Return an error for a step that stops a run, and how many samples are good.
 
         `kept` are the samples' potentials, `(chains, num_samples)`. By default None, to go on.
         """
         return None
 
     def advice(self, statistics: dict[str, Tensor]) -> list[str]:
-        """Return what is to be said of the kept transitions' statistics `(chains, samples)`."""
+        """Return warnings about the kept transitions' statistics `(chains, samples)`."""
         return []
 
     def progress(self, statistics: dict[str, Tensor]) -> dict[str, float]:
-        """Return what a progress bar shows of some transitions' statistics `(transitions,)`."""
+        """Return numbers for a progress bar from statistics `(transitions,)`."""
         return {name: float(values.mean()) for name, values in statistics.items()}
 
     def randomness(

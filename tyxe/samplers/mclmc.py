@@ -1,7 +1,7 @@
 """Microcanonical Langevin Monte Carlo, all chains in one tensor and in step.
 
-There is no accept step: the size of steps is set such that the energy's error has a wanted variance
-in each dimension, which bounds the bias.
+There is no accept step. The step size is set so that the energy's error has a given variance in
+each dimension, which bounds the bias.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MCLMCState(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the warm-up sets: step sizes and the momentum's decoherence lengths, `(chains,)`."""
+    """Numbers that the warm-up sets: step sizes and decoherence lengths, `(chains,)`."""
 
     step_size: Tensor
     length: Tensor
@@ -56,18 +56,18 @@ class Adaptation(NamedTuple):
 class MCLMC(Kernel):
     """Microcanonical Langevin dynamics, a kernel of `MCMC_BNN`.
 
-    A transition is a step of two gradients. One whose result is not finite is undone, and the chain
-    turns back.
+    A transition is a step with two gradients. If the result is not finite, it is undone and the
+    chain turns back.
 
     Args:
-        step_size: the first one; the last too, where there is no warm-up.
+        step_size: the first one; without a warm-up it does not change.
         momentum_length: the distance after which the direction is forgotten; by default the square
             root of the summed variances of the positions in the last tenth of the warm-up.
-        energy_variance: of the error of a step's energy, for each dimension; two numbers for one
-            that falls linearly from the first to the second over nine tenths of the warm-up. The
-            default is for nets; 5e-4 gives variances of Gaussians within some percent.
-        memory: number of steps that the step size is averaged over.
-        temperature: by which `MCMC_BNN` divides the log-likelihood, and not the prior's.
+        energy_variance: target variance of the energy error of a step, for each dimension; two
+            numbers for one that falls linearly from the first to the second over nine tenths of the
+            warm-up. The default is for nets; 5e-4 gives variances of Gaussians within some percent.
+        memory: number of steps over which the step size is averaged.
+        temperature: `MCMC_BNN` divides the log-likelihood by it, but not the prior.
 
     Raises:
         TypeError, ValueError: numbers that are not positive.
@@ -131,7 +131,7 @@ class MCLMC(Kernel):
         return after, transition
 
     def plan(self, length: Length) -> Tensor:
-        """Return the wanted variance, whether moments are taken, and which step is the last."""
+        """Return the target variance, whether moments are taken, and which step is the last."""
         num_steps, (first, last) = length.num_warmup, self._variances()
         steps = torch.arange(num_steps, dtype=torch.double, device="cpu")
         share = (steps / max(0.9 * num_steps, 1)).clamp(max=1)
@@ -178,7 +178,7 @@ class MCLMC(Kernel):
         return choose(warm, after, before._replace(state=state))
 
     def check(self, num_warmup: int) -> str | None:
-        """Return what is to be said of a warm-up of fewer than 1,000 steps."""
+        """Return a warning for a warm-up of fewer than 1,000 steps."""
         if num_warmup >= 1000 or (not num_warmup and self.momentum_length is not None):
             return None
         return (
@@ -193,7 +193,7 @@ class MCLMC(Kernel):
         return {"energy variance": float(error.square().mean()), "undone": float(undone.mean())}
 
     def advice(self, statistics: dict[str, Tensor]) -> list[str]:
-        """Return advice on energy errors that are larger than wanted, and on undone steps."""
+        """Return advice on energy errors above the target, and on undone steps."""
         found = []
         # By the median, as the tuning gives outliers no weight: at kinks of a net they are large.
         variance = float(statistics["energy_error"].square().median()) / 0.455  # of a Normal

@@ -1,8 +1,8 @@
 """The no-U-turn sampler, all chains in one tensor and one leapfrog step at a time.
 
-Each chain is at its own place in a tree of its own; one that has finished a transition goes on with
-the next while others still extend theirs. There is no branch that depends on numbers, so that a
-step is one program for the compiler.
+Each chain is at its own place in its own tree; one that has finished a transition starts the next
+while others still extend theirs. There is no branch that depends on numbers, so a step is one
+program for the compiler.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class NUTS(Hamiltonian):
     Options that are not listed are those of `Hamiltonian`.
 
     Args:
-        max_tree_depth: number of doublings of a trajectory at most.
+        max_tree_depth: largest number of doublings of a trajectory.
 
     Reference:
         Hoffman, Gelman 2014; Betancourt 2017, A.3-A.4; Phan, Pradhan, Jankowiak 2019, 2.2.

@@ -1,4 +1,4 @@
-"""Runs of a kernel: warm-up, thinning, what is kept, and going on where one stopped."""
+"""Runs of a kernel: warm-up, thinning, kept samples, and resuming."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ class Kept(NamedTuple):
 @check.arguments
 @dataclass(repr=False)
 class Run:
-    """Chains of a kernel, from their starts to a number of samples, which may stop between steps.
+    """Chains of a kernel, from their starts to a number of samples; it may stop between steps.
 
     Args:
         kernel: the sampler.
         potential: of the target, see `batched`.
         starts: `(chains, d)`.
         num_samples: number kept of each chain.
-        num_warmup: transitions before, which adapt the kernel's settings and are not kept.
-        thinning: every how many transitions one is kept.
+        num_warmup: earlier transitions, which adapt the kernel's settings and are not kept.
+        thinning: number of transitions for each kept sample.
         seed: of the random numbers of all chains.
-        compile: whether steps run as a compiled program; by default from the step on at which this
-            pays, where there is a compiler. A net that cannot be compiled then gives a warning.
+        compile: whether steps run as a compiled program; by default from the step at which this
+            pays, if there is a compiler. A net that cannot be compiled then gives a warning.
         positions: where samples go, `(chains, num_samples, d)`; by default a new tensor.
         inside: makes a context for every step, such as a lock.
-        before: called before every try of a step, outside of that, with its number, from 0 for the
-            start.
-        programs: those of another run of the kernel, the potential and shapes, to use again.
+        before: called before every try of a step, outside that context, with its number, from 0 for
+            the start.
+        programs: compiled programs of another run with the same kernel, potential and shapes.
 
     Attributes:
         settings: the kernel's settings as they are now; None before the first step.
@@ -138,11 +138,11 @@ class Run:
         return self.programs is not None and self.programs[0].is_compiled
 
     def steps(self) -> Iterator[Transition]:
-        """Make steps until every chain has its samples, and yield what each has brought.
+        """Make steps until every chain has its samples, and yield each `Transition`.
 
         Raises:
             RuntimeError: `compile` is True, and the potential cannot be compiled; a chain of a
-                kernel without accept step diverges, whose last samples are then left out.
+                kernel without accept step diverges; its last samples are left out.
         """
         if not self._state:
             self._prepare(0)

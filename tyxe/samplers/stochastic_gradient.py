@@ -47,15 +47,15 @@ class SGLD(Kernel):
     rate falls from `lr` to 0 as a cosine, and takes as many samples from the end of each.
 
     Args:
-        lr: rate of the mean loss of a data point, as that of the plain net's SGD: with `N` points
-            `eta = lr T / N`. For a `Run` of a potential of your own it is `eta`.
-        temperature: `T`, by which `MCMC_BNN` divides the log-likelihood, and not the prior's.
+        lr: rate for the mean loss of a data point, as in SGD of the plain net: with `N` points
+            `eta = lr T / N`. For a `Run` of your own potential it is `eta`.
+        temperature: `T`; `MCMC_BNN` divides the log-likelihood by it, but not the prior.
         schedule: `"constant"`; `"polynomial"`, `lr (1 + t / offset)^-power` at step `t`; or
             `"cyclical"`.
-        clip_norm: largest norm of the mean loss's gradient, above which it is scaled down.
-        num_cycles: of a cyclical run.
+        clip_norm: largest norm of the mean loss's gradient; a larger one is scaled down.
+        num_cycles: number of cycles of a cyclical run.
         exploration: the first part of each cycle, which has no noise.
-        power, offset: of a polynomial schedule.
+        power, offset: parameters of a polynomial schedule.
         points: `N / T`, which `MCMC_BNN` sets.
 
     Raises:
@@ -159,7 +159,7 @@ class SGLD(Kernel):
         return Chains(state, before.settings._replace(step_size=rate, noise=noise), ())
 
     def default_warmup(self, num_samples: int, thinning: int) -> int:
-        """Return the warm-up of a run that is given none, for cycles the shortest."""
+        """Return the default warm-up; for cycles, the shortest possible."""
         if self.schedule != "cyclical":
             return super().default_warmup(num_samples, thinning)
         return self._shortest(Length(0, num_samples, thinning)) - num_samples * thinning
@@ -172,7 +172,7 @@ class SGLD(Kernel):
         return self.num_cycles * math.ceil(round(steps, 6))
 
     def kept(self, length: Length) -> Tensor:
-        """Return the counts of the transitions that are kept: of cycles their last ones."""
+        """Return the counts of the kept transitions: for cycles, the last ones of each."""
         if self.schedule != "cyclical":
             return super().kept(length)
         shortest = self._shortest(length)
@@ -192,7 +192,7 @@ class SGLD(Kernel):
         return torch.tensor(found, device="cpu")
 
     def stops(self, transition: Transition, settings: Any, kept: Tensor) -> tuple[str, int] | None:
-        """Return what is to be said where a chain is not finite, or `LEFT` above its start.
+        """Return an error if a chain is not finite, or `LEFT` above its start.
 
         Heights above a potential `U` are in units of `|U| + N / T + d` nats. A chain at rest is
         `d / 2` nats above its mode, and an outlier of a hundred scales, in a batch of one, 5e3
@@ -213,7 +213,7 @@ class SGLD(Kernel):
         ), int(good[-1]) + 1 if len(good) else 0
 
     def progress(self, statistics: dict[str, Tensor]) -> dict[str, float]:
-        """Return what a progress bar shows: the last rate, and the mean norm of gradients."""
+        """Return numbers for a progress bar: the last rate, and the mean norm of gradients."""
         rates, norms = (statistics[name] for name in self.statistics)
         return {"lr": float(rates[-1]), "gradient": float(norms.mean())}
 

@@ -21,20 +21,20 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class WarmStart:
     """Start chains at the members of a deep ensemble, for `MCMC_BNN.fit(init=...)`.
 
-    All members are trained at once in one tensor, from seeds and in orders of their own, on the
-    likelihood alone. With `MCLMC` this is MILE.
+    All members are trained at once in one tensor, on the likelihood alone, with different seeds and
+    orders of the data. With `MCLMC` this is MILE.
 
     Args:
-        optim: a torch optimiser class, or a `functools.partial` of one, that treats every number by
-            itself (as SGD, Adam and AdamW do).
-        num_epochs: of training, at most.
+        optim: a torch optimiser class, or a `functools.partial` of one, that treats every number
+            separately (as SGD, Adam and AdamW do).
+        num_epochs: largest number of epochs.
         patience: a member stops after so many epochs without a lower validation loss.
         batch_size: number of data points in a step of a member.
-        validation: the share of the data that only the training leaves out, to stop by; with 0 all
-            epochs are made.
+        validation: the share of the data that is left out of training, for early stopping; with 0
+            all epochs are made.
 
     Raises:
-        TypeError, ValueError: `optim` is not callable; numbers that are out of range.
+        TypeError, ValueError: `optim` is not callable; numbers out of range.
 
     Reference:
         Sommer et al. 2025, 3.2.

@@ -1,7 +1,7 @@
 """Contract suites: functions that assert what the package relies on for each kind of part.
 
-Run them on parts of your own: a part that passes works with every other part, and one that breaks a
-rule is an AssertionError that names the rule. The tables hold the package's own parts, each as a
+Run them on your own parts. A part that passes works with every other part; one that breaks a rule
+raises an AssertionError that names the rule. The tables hold the package's own parts, each as a
 function that makes one; a new class adds a line.
 
 Example:
