@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Which images to label next
 #
-# Labels cost money, images do not. A net that starts from 50 labels of FashionMNIST asks for 50
-# more in each of five rounds. It takes random images, or those of which its posterior knows least.
+# Labels cost money, images do not. A net starts from 50 labels of FashionMNIST and asks for 50 more
+# in each of five rounds. It asks for random images, or for those about which its posterior is most
+# unsure.
 
 # %%
 import os
@@ -40,7 +41,7 @@ def images(part):
 # %% [markdown]
 # ## The net
 #
-# Its dropout stays on in predictions, so that draws differ. Any other wrapper has the same scores.
+# Its dropout stays on in predictions, so draws differ. Every other wrapper has the same scores.
 
 # %%
 dropout = 0.5
@@ -66,9 +67,9 @@ def error_of(bnn):
 # %% [markdown]
 # ## Five rounds
 #
-# BALD is the mutual information between label and weights. The entropy is high for images that are
-# ambiguous whatever the weights, too. The variance is that of the draws' probabilities. A batch is
-# drawn in proportion to a power of the score, since the images of highest score are alike.
+# BALD is the mutual information between label and weights. The entropy is also high for images that
+# are ambiguous under all weights. The variance is that of the draws' probabilities. A batch is
+# drawn in proportion to a power of the score, since the images with the highest scores are alike.
 
 # %%
 names = ("random", "bald", "predictive_entropy", "expected_variance")
@@ -111,13 +112,13 @@ _ = ax.legend()
 
 # %% [markdown]
 # Bands are standard errors over three seeds. They overlap nearly everywhere: the scores save few
-# labels here, where classes are of equal size and the last rounds have labelled much of the pool.
+# labels here, since classes are of equal size and the last rounds have labelled much of the pool.
 # Always compare with random images before you rely on a score.
 
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the images of highest score, however alike they are

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Continual learning in four lines
 #
-# Five tasks come one after the other, scikit-learn's digits 0 or 1, 2 or 3, ..., 8 or 9, and the
-# images of earlier ones are gone. Trained on, a net forgets. A Bayesian one makes the posterior of
-# a task the prior of the next, and that is four lines, whatever the posterior is.
+# Five tasks come one after the other: scikit-learn's digits 0 or 1, 2 or 3, ..., 8 or 9. The images
+# of earlier tasks are gone. A net that is trained further forgets them. A Bayesian net makes the
+# posterior of a task the prior of the next. That takes four lines, for any posterior.
 
 # %%
 import os
@@ -32,8 +32,8 @@ for first in range(0, 10, 2):
 # %% [markdown]
 # ## The four lines
 #
-# The hidden layer is shared and random. Each task has an output layer of its own, a head, which the
-# prior leaves out.
+# The hidden layer is shared and random. Each task has its own output layer, a head, which the prior
+# leaves out.
 
 
 # %%
@@ -68,8 +68,9 @@ def learn(bnn, update):
 # %% [markdown]
 # ## Three learners, one loop
 #
-# Maximum likelihood goes on training the same weights. Variational continual learning (VCL) carries
-# a mean field over; online Laplace a Normal about the weights, by the curvature of the loss.
+# Maximum likelihood keeps training the same weights. Variational continual learning (VCL) carries a
+# mean field from task to task. Online Laplace carries a Normal about the weights, from the
+# curvature of the loss.
 
 # %%
 torch.manual_seed(0)
@@ -97,7 +98,8 @@ for name, accuracy in results.items():
 # %% [markdown]
 # ## Accuracies, as they fall or hold
 #
-# Read a column from top to bottom: what becomes of a task while others are learned.
+# Read a column from top to bottom to see how the accuracy on a task changes while others are
+# learned.
 
 # %% tags=["thumbnail"]
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
@@ -116,7 +118,7 @@ ax = tyxe.plotting.accuracy_over_tasks(results)
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the curvature: a number for each weight

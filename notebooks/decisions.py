@@ -1,9 +1,9 @@
 # %% [markdown]
 # # From posterior to decision
 #
-# A probability is there to act on. Here: which images of clothes a classifier decides by itself,
-# which it hands to a person, and which sets of classes it can promise to hold the truth, nine times
-# out of ten.
+# Probabilities are for decisions. This notebook decides which images of clothes a classifier
+# handles by itself, and which it gives to a person. It also finds sets of classes that hold the
+# truth nine times out of ten.
 
 # %%
 import os
@@ -64,13 +64,13 @@ with tyxe.poutine.local_reparameterization():
 # %% [markdown]
 # ## Abstain
 #
-# Sort images by the probability of their most probable class and leave the least certain to a
-# person. What is left has fewer errors: the curve of risk against coverage.
+# Sort images by the probability of their most probable class, and leave the least certain to a
+# person. The other images have fewer errors. The curve of risk against coverage shows how many.
 #
-# How many to leave is a matter of costs. An error costs 1, a person `price`. To decide costs one
-# minus the probability of the class, in expectation, so a person is asked where that is more than
-# `price`. This is the best rule if the probabilities are right, and too few are asked if they are
-# too high.
+# How many to leave depends on the costs. An error costs 1, and asking a person costs `price`. The
+# expected cost of a decision is one minus the probability of the class, so ask a person if that is
+# more than `price`. This is the best rule if the probabilities are right. If they are too high, a
+# person is asked too rarely.
 
 # %%
 price = 0.2
@@ -89,11 +89,10 @@ for name, model in {"plain net": plain, "mean field": bnn}.items():
 # %% [markdown]
 # ## Sets that hold the truth
 #
-# `SplitConformal` needs held-out images, and then promises sets that hold the class with a
-# probability of `level`, however wrong the posterior is. A better posterior would bring smaller
-# sets; here it is a tie, 1.37 classes by the plain net and 1.38 by mean field. The promise is about
-# the average over held-out sets: with one of some thousand images the share may be a percent or two
-# off.
+# `SplitConformal` needs held-out images. Its sets hold the class with a probability of `level`, for
+# any posterior. A better posterior gives smaller sets; here it is a tie, 1.37 classes by the plain
+# net and 1.38 by mean field. The guarantee is an average over held-out sets: with one set of a few
+# thousand images the share may be off by a percent or two.
 
 # %%
 level = 0.9
@@ -107,7 +106,8 @@ for name, model in {"plain net": plain, "mean field": bnn}.items():
 # %% [markdown]
 # ## As they appear
 #
-# Images with sets of one class, of two, and so on, of the mean field. The true class has a star.
+# These are images with sets of one class, of two, and so on, by mean field. The true class has a
+# star.
 
 # %% tags=["thumbnail"]
 classes = FashionMNIST.classes
@@ -125,7 +125,7 @@ for ax in axes.flat:
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the price of a person

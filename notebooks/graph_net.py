@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A graph net
 #
-# Cora: 2,708 papers, the words in them and who cites whom. 140 have a label for training. All
-# papers pass through a net of two graph convolutions, and a mask says which of them count. With so
-# few labels, maximum likelihood, MAP and mean field tell apart how much is known.
+# Cora has 2,708 papers, the words in them, and the citations between them. 140 papers have a label
+# for training. All papers pass through a net of two graph convolutions, and a mask says which of
+# them count. With so few labels, maximum likelihood, MAP and mean field differ in how sure they
+# are.
 
 # %%
 import os
@@ -40,7 +41,7 @@ graph = torch.cat([edges, torch.arange(len(labels)).expand(2, -1)], dim=1)  # an
 # %% [markdown]
 # ## The net is PyTorch Geometric's
 #
-# Its layers are the library's own, and so is its forward.
+# Layers and forward are those of the library.
 
 
 # %%
@@ -87,8 +88,8 @@ for name, (bnn, rate) in bnns.items():
 # %% [markdown]
 # ## Far from the labels
 #
-# How many citations a paper is away from the nearest labelled one, and how uncertain each posterior
-# is there: the mean entropy of its predictions, in nats, and the share of errors.
+# The first panel shows calibration. The others show the mean entropy of predictions, in nats, and
+# the share of errors, by the number of citations between a paper and the nearest labelled one.
 
 # %%
 hops, reached = torch.full((len(labels),), -1), train.clone()
@@ -112,7 +113,7 @@ _ = axes[2].set(xlabel="citations from a label", ylabel="share of errors", ylim=
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the prior: a narrower one for all three

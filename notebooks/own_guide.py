@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Writing a guide
 #
-# A guide says which distribution each site, a parameter that is random, has in the approximate
-# posterior. A mean field has a standard deviation for every weight. Are so many needed? This guide
-# has one for each unit, shared by all weights into it: little more than half the numbers.
+# A guide defines the approximate posterior: a distribution for each site, that is, for each random
+# parameter. A mean field has a standard deviation for every weight. This guide has one for each
+# unit, shared by all weights into it, so it needs little more than half the numbers.
 
 # %%
 import math
@@ -28,7 +28,8 @@ epochs = 3 if small else 1_500
 # ## The class
 #
 # Subclass `Guide`, set parameters up in the constructor, and return a distribution from
-# `site_distribution`. All else follows: the Pyro program, draws, the KL, `state_dict`, predictions.
+# `site_distribution`. The base class provides everything else: the Pyro program, draws, the KL,
+# `state_dict`, predictions.
 
 
 # %%
@@ -54,16 +55,16 @@ class AutoUnitwiseNormal(tyxe.guides.Guide):
 # %% [markdown]
 # ## What the library relies on
 #
-# The contract suite asserts it: sites, shapes, dtypes, gradients through draws, copies and files.
+# The contract suite checks sites, shapes, dtypes, gradients through draws, copies and files.
 
 # %%
 testing.check_guide(AutoUnitwiseNormal)
 print("AutoUnitwiseNormal passes")
 
 # %% [markdown]
-# ## Beside a mean field
+# ## Compared with a mean field
 #
-# On scikit-learn's diabetes set: 200 patients to fit, 242 to test.
+# The data are scikit-learn's diabetes set: 200 patients to fit, 242 to test.
 
 # %%
 bunch = load_diabetes()
@@ -91,7 +92,7 @@ for guide in guides:
 
 # %% [markdown]
 # Local reparameterisation treats the new guide too, because it returns Normals; and its KL has a
-# closed form. `report` says so for each site:
+# closed form. `report` shows this for each site:
 
 # %%
 print(report)
@@ -100,8 +101,8 @@ print(report)
 # ## The first layer's standard deviations
 #
 # A row is a hidden unit, a column one of the ten measurements of a patient. Most units stay at the
-# prior's standard deviation; where the data narrow one, the mean field narrows it for all
-# measurements alike, and a number for the unit says the same.
+# prior's standard deviation. If the data narrow a unit, the mean field narrows it for all
+# measurements alike, so one number for the unit is enough.
 
 # %%
 figure, axes = plt.subplots(1, len(guides), figsize=(8, 5), sharey=True, layout="constrained")
@@ -117,7 +118,7 @@ _ = figure.colorbar(shown, ax=axes, label="standard deviation")
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the guides that are compared

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Writing a handler
 #
-# A handler changes how linear maps by random weights are computed; net, prior, likelihood and guide
-# do not know. This one answers a question: which layer does the uncertainty come from? It runs
-# every layer at the posterior's mean but for one.
+# A handler changes how linear maps with random weights are computed, without changes to net, prior,
+# likelihood or guide. This one answers a question: which layer does the uncertainty come from? It
+# runs every layer except one at the posterior's mean.
 
 # %%
 import os
@@ -53,9 +53,9 @@ class RandomOnlyIn(LinearMapMessenger):
 
 
 # %% [markdown]
-# ## A net to ask
+# ## A net
 #
-# Three layers on two half moons, by mean field.
+# Three layers on two half moons, fitted by mean field.
 
 # %%
 points, labels = make_moons(200, noise=0.15, random_state=0)
@@ -70,8 +70,8 @@ with tyxe.poutine.local_reparameterization():
 # %% [markdown]
 # ## The question
 #
-# How much draws of the weights disagree is the mutual information of label and weights: the entropy
-# of the mean prediction minus the mean entropy of the draws' predictions.
+# The mutual information of label and weights measures how much draws of the weights disagree. It is
+# the entropy of the mean prediction minus the mean entropy of the draws' predictions.
 
 # %%
 side = torch.linspace(-3, 3, 60)
@@ -94,7 +94,7 @@ for name, handler in handlers.items():
     print(f"{name:22}{at_data.mean():12.3f}{maps[name].mean():12.3f}")
 
 # %% [markdown]
-# `report` knows the handler's own word for what it did:
+# `report` shows the handler's own name for its treatment:
 
 # %%
 with tyxe.poutine.report() as report, RandomOnlyIn(4):
@@ -104,7 +104,8 @@ print(report)
 # %% [markdown]
 # ## Where, by layer
 #
-# Bright is where draws disagree most. The line is where both classes are as probable at the means.
+# Draws disagree most in the bright areas. On the line both classes are equally probable at the
+# means.
 
 # %%
 highest = max(map_.max() for map_ in maps.values())
@@ -123,7 +124,7 @@ _ = figure.colorbar(shown, ax=axes, label="nats")
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the prior: standard deviations by the layers' fan-in
@@ -132,5 +133,5 @@ _ = figure.colorbar(shown, ax=axes, label="nats")
 # guide = partial(tyxe.guides.AutoNormal, init_scale=0.05, max_guide_scale=0.1)
 # ```
 #
-# For an idea of your own change `answer`. A handler that is to leave the distribution of outputs as
-# it is should pass `tyxe.testing.check_handler`; this one is not, it takes noise out.
+# For your own idea, change `answer`. A handler that should not change the distribution of outputs
+# has to pass `tyxe.testing.check_handler`. This one does not, since it removes noise.

@@ -2,9 +2,9 @@
 # # A radiance field and its uncertainty
 #
 # A net maps points and directions to opacity and colour, a renderer sums these up along rays, and
-# the loss compares images. `PytorchBNN` takes the net's place, and the rest stays. The images are
-# of a cow, 32 x 32 pixels from 39 places around it, of which the last nine, a quarter of the
-# circle, are held out: there the field has to guess, and should say so.
+# the loss compares images. `PytorchBNN` replaces the net, and the rest of the code does not change.
+# The images show a cow, in 32 x 32 pixels, from 39 places around it. The last nine, a quarter of
+# the circle, are held out. There the field has to guess, and its uncertainty should show that.
 
 # %%
 import os
@@ -95,9 +95,9 @@ fit(bnn, kl=lambda: bnn.cached_kl_loss)
 # ## Truth, mean, and where it may be wrong
 #
 # Each of eight draws of the weights renders all views (`hold_sample`). The third row is the
-# standard deviation of the colours, the fourth the error of their mean, on one scale. The last five
-# views are of the side that was held out: both are larger there, the standard deviation by less
-# than the error.
+# standard deviation of the colours, and the fourth the error of their mean, on the same scale. The
+# last five views show the side that was held out. Both are larger there, but the standard deviation
+# less so than the error.
 
 # %%
 views, draws = [2, 7, 12, 19, 26, 30, 32, 34, 36, 38], []
@@ -123,7 +123,7 @@ for column, ax in enumerate(axes[0]):
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the prior: standard deviations by the layers' fan-in

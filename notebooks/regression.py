@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Regression between two clusters
 #
-# Noisy observations of one function in two places, and nothing in between. What a model says about
-# the gap and the outside is the question; the answer depends on how its posterior is approximated.
-# We take one net, one prior and one likelihood, and change only the inference.
+# There are noisy observations of a function in two places, and none in between. What does a model
+# say about the gap and the outside? The answer depends on how its posterior is approximated. We
+# take one net, one prior and one likelihood, and change only the inference.
 
 # %%
 import functools
@@ -32,10 +32,10 @@ truth = torch.cos(4 * grid + 0.8)
 # %% [markdown]
 # ## Net, prior, likelihood
 #
-# The net is plain PyTorch and stays so. The prior says which of its parameters are random (here
-# all) and how they are distributed before any data; the likelihood says how observations scatter
-# about the net's output. Its first argument is the number of training points: mini-batches are
-# scaled up to it.
+# The net is plain PyTorch, and is not changed. The prior says which of its parameters are random
+# (here all) and how they are distributed before any data. The likelihood says how observations
+# scatter about the net's output. Its first argument is the number of training points: mini-batches
+# are scaled up to it.
 
 # %%
 net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
@@ -45,12 +45,12 @@ likelihood = tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.1)
 # %% [markdown]
 # ## Mean field
 #
-# The guide is the family in which the posterior is sought: here independent Normals, whose standard
-# deviations start small. `VariationalBNN` puts the four parts together.
+# The guide is the family of distributions that is fitted to the posterior: here independent
+# Normals, whose standard deviations start small. `VariationalBNN` puts the four parts together.
 #
-# `fit` runs inside `local_reparameterization`: a linear layer's output is then sampled, for every
-# data point by itself, in place of its weights. The expected gradient is the same, its noise is
-# smaller.
+# `fit` runs inside `local_reparameterization`: it samples the output of a linear layer, separately
+# for every data point, instead of its weights. The expected gradient is the same, but it is less
+# noisy.
 
 # %%
 guide = functools.partial(tyxe.guides.AutoNormal, init_scale=1e-2)
@@ -62,7 +62,7 @@ with tyxe.poutine.local_reparameterization():
 print(f"loss {history.loss[0]:.0f} -> {history.loss[-1]:.0f} nats, KL {history.kl[-1]:.0f} nats")
 
 # %% [markdown]
-# `evaluate` returns error and log-likelihood; `report` tells what the handler did with each weight.
+# `evaluate` returns error and log-likelihood; `report` shows what the handler did with each weight.
 
 # %%
 with tyxe.poutine.report() as report, tyxe.poutine.local_reparameterization():
@@ -74,9 +74,9 @@ print(report)
 # %% [markdown]
 # ## Predict: inside and outside the handler
 #
-# The handler works in prediction too. Inside it, each point on the grid gets noise of its own, so
-# that the mean and the bands over 32 draws are jagged. Outside, a draw is one set of weights and so
-# one smooth function. At any single point both follow the same law.
+# The handler works in prediction too. Inside it, each point on the grid gets its own noise, so the
+# mean and the bands over 32 draws are jagged. Outside, a draw is one set of weights and so one
+# smooth function. At any single point both have the same distribution.
 
 # %%
 with tyxe.poutine.local_reparameterization():
@@ -86,10 +86,10 @@ outside = bnn.predict(grid, num_predictions=32)
 # %% [markdown]
 # ## HMC
 #
-# Another wrapper, and a kernel of Pyro in the guide's place; net, prior and likelihood are those
-# from above. Trajectories of length 0.3 take some 150 leapfrog steps each, so the chain is short,
-# to keep this notebook quick: `experiments/two_clusters.py` runs a longer one and records how many
-# independent draws it is worth.
+# This uses another wrapper, and a Pyro kernel instead of the guide; net, prior and likelihood are
+# those from above. Trajectories of length 0.3 take some 150 leapfrog steps each, so the chain is
+# short to keep this notebook quick: `experiments/two_clusters.py` runs a longer one and records how
+# many independent draws it is worth.
 
 # %%
 kernel = functools.partial(
@@ -110,8 +110,8 @@ print({name: tuple(samples.shape) for name, samples in mcmc.get_samples().items(
 # ## Three panels
 #
 # Bands are one, two and three standard deviations of the prediction, noise included. All three
-# follow the data. Mean field remains narrow in the gap between the clusters; HMC is wider there,
-# and wider still outside.
+# follow the data. Mean field stays narrow in the gap between the clusters; HMC is wider there, and
+# even wider outside.
 
 # %%
 panels = {"mean field, inside": inside, "mean field, outside": outside, "HMC": hmc}
@@ -130,7 +130,7 @@ for title, (_, scale) in panels.items():
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the line above that assigns to the same name:
+# Each of these replaces the line above that assigns to the same name:
 #
 # ```python
 # # the prior: standard deviations by the layers' fan-in

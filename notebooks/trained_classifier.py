@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A trained classifier becomes Bayesian
 #
-# A small convolutional net is trained on 4,000 images of FashionMNIST, as nets are: it makes few
-# errors and is too sure of them. Six methods start from this one net, none trains it from scratch,
-# and all are judged by the same test images and by images that are no clothes at all (MNIST).
+# A small convolutional net is trained on 4,000 images of FashionMNIST in the usual way. It makes
+# few errors, but is too sure of them. Six methods start from this one net; none trains it from
+# scratch. All are compared on the same test images, and on images that are not clothes at all
+# (MNIST).
 
 # %%
 import os
@@ -47,8 +48,8 @@ loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*train), 100
 # %% [markdown]
 # ## The trained net
 #
-# By maximum likelihood: the prior hides all parameters, and there is no guide. A net that was
-# trained in a loop of your own does as well.
+# It is trained by maximum likelihood: the prior hides all parameters, and there is no guide. A net
+# from your own training loop works too.
 
 # %%
 net = nn.Sequential(
@@ -67,9 +68,10 @@ net = plain.to_module()
 # ## Six methods
 #
 # The parts are the same for all. BatchNorm's scales and shifts stay deterministic, since a prior
-# about zero would pull scales down from one; a posterior of the last layer alone is another choice
-# of prior. The guide's means start at the net's weights, and a cap holds the standard deviations
-# that the data leave open. `beta` counts the KL by a tenth: a cold posterior.
+# about zero would pull scales down from one. For a posterior over the last layer alone, only the
+# prior differs. The guide's means start at the net's weights, and a cap limits the standard
+# deviations that the data do not determine. `beta` gives the KL a tenth of its weight: a cold
+# posterior.
 
 # %%
 prior = tyxe.priors.IIDPrior(normal, hide_module_types=[nn.BatchNorm2d])
@@ -127,9 +129,9 @@ for name, method in methods.items():
 # %% [markdown]
 # ## Calibration and entropy
 #
-# Left: below the diagonal a net is more confident than right. Right: how uncertain each is of test
-# images (solid) and of digits (dashed); a method that knows what it does not know has its dashed
-# line far from its solid one.
+# Left: below the diagonal a net is too confident. Right: the entropy on test images (solid) and on
+# digits (dashed). The further the dashed line of a method is from its solid one, the better it
+# recognises digits.
 
 # %%
 figure = tyxe.plotting.calibration_and_entropy(results, min_count=10)
@@ -137,7 +139,7 @@ figure = tyxe.plotting.calibration_and_entropy(results, min_count=10)
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the prior: wider weights
@@ -148,4 +150,4 @@ figure = tyxe.plotting.calibration_and_entropy(results, min_count=10)
 # head = tyxe.priors.IIDPrior(normal, expose_module_types=[nn.Conv2d])
 # ```
 #
-# Your own net takes the place of `net`, with its loader; one that is trained needs no loop above.
+# Use your own net as `net`, with its loader. If it is already trained, skip the loop above.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Out-of-distribution images
 #
-# A classifier of clothes (FashionMNIST) sees digits (MNIST). It has to name a piece of clothing;
-# what we ask is that it is not sure. A plain net is compared with an ensemble, and with a Laplace
+# A classifier of clothes (FashionMNIST) sees digits (MNIST). It has to name a piece of clothing,
+# but it should not be sure. A plain net is compared with an ensemble, and with a Laplace
 # approximation of the plain net's last layer.
 
 # %%
@@ -46,8 +46,8 @@ loader = DataLoader(TensorDataset(*train), batch_size=100, shuffle=True)
 # %% [markdown]
 # ## Three models
 #
-# An ensemble's members are nets of maximum likelihood from starts of their own. The first of them
-# is the plain net, too, and the Laplace approximation is made about its weights.
+# The ensemble's members are nets of maximum likelihood from different starts. The first member is
+# also the plain net, and the Laplace approximation is made about its weights.
 
 # %%
 normal = dist.Normal(0, 1)
@@ -85,7 +85,7 @@ for name, model in models.items():
     print(f"{name:22}{row[0]:8.1f}{row[1]:8.3f}{row[2]:8.3f}{row[3]:13.1f}")
 
 # %% [markdown]
-# The last column: if 95 % of the clothes are to pass, how many of the digits do, in percent.
+# The last column is the percentage of digits that pass a threshold that 95 % of the clothes pass.
 #
 # ## Entropies
 
@@ -99,8 +99,8 @@ for ax, (name, pair) in zip(axes, results.items(), strict=True):
 # %% [markdown]
 # ## Eight digits
 #
-# The first of the test set, by no choice. Under each digit is what the plain net calls it and how
-# sure it is, and below that the Laplace approximation.
+# These are the first digits of the test set, not selected. Under each digit are the plain net's
+# class and its probability, and below that those of the Laplace approximation.
 
 # %%
 classes = FashionMNIST.classes
@@ -114,7 +114,7 @@ for index, ax in enumerate(axes):
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the structure: a number for each weight

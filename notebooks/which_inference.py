@@ -1,12 +1,13 @@
 # %% [markdown]
 # # Which inference?
 #
-# One net, one prior, one likelihood, the same forty points, and eighteen ways to the posterior,
-# each with the seconds that it took on one core. The exceptions: MC dropout has a net of its own,
-# with 200 hidden units for ten, and like ML and the ensemble it has no prior; variational Laplace,
-# like the Laplace approximations, predicts by the net linearised about its means; SWAG, whose width
-# is the noise of batches, has batches of ten. Four chains of Hamiltonian Monte Carlo are the
-# reference: their band of two standard deviations is drawn as black lines over all others.
+# This notebook has one net, one prior, one likelihood, forty points, and eighteen ways to the
+# posterior, with the seconds that each took on one core. There are some exceptions. MC dropout has
+# its own net, with 200 hidden units instead of ten, and like ML and the ensemble it has no prior.
+# Variational Laplace, like the Laplace approximations, predicts by the net linearised about its
+# means. SWAG, whose width comes from the noise of batches, has batches of ten. Four chains of
+# Hamiltonian Monte Carlo are the reference: black lines show their band of two standard deviations
+# in all panels.
 
 # %%
 import os
@@ -38,7 +39,7 @@ loader, epochs = [(x, y)], 8 if small else 1_200
 # %% [markdown]
 # ## Eighteen lines
 #
-# What differs is a guide, a kernel, a wrapper or a handler, which is a decorator, too. Each
+# The methods differ by a guide, a kernel, a wrapper or a handler, here as a decorator. Each
 # function returns a fitted BNN.
 
 # %%
@@ -107,9 +108,9 @@ for name, method in methods.items():
 # %% [markdown]
 # ## Eighteen bands
 #
-# Bands of one and two standard deviations, noise included. What is narrower than the lines between
-# and beyond the data is too sure there. Variational Laplace has not come to its end in as many
-# steps.
+# Bands of one and two standard deviations, noise included. A band that is narrower than the lines,
+# between or beyond the data, is too sure there. Variational Laplace has not converged in this
+# number of steps.
 
 # %%
 _, axes = plt.subplots(6, 3, figsize=(9, 12), dpi=70, sharex=True, sharey=True, layout="tight")
@@ -123,7 +124,7 @@ for ax, (name, (mean, scale, seconds)) in zip(axes.flat, found.items(), strict=T
 # %% [markdown]
 # ## Change this line
 #
-# Each of these takes the place of the statement above that assigns to the same name:
+# Each of these replaces the statement above that assigns to the same name:
 #
 # ```python
 # # the prior: standard deviations by the layers' fan-in
@@ -134,4 +135,4 @@ for ax, (name, (mean, scale, seconds)) in zip(axes.flat, found.items(), strict=T
 # hmc = partial(tyxe.samplers.NUTS, max_tree_depth=7)
 # ```
 #
-# Which of them to take for a problem of yours is measured in [which method](../which_method.md).
+# [Which method](../which_method.md) measures which of them to take for your problem.
