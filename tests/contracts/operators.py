@@ -238,6 +238,12 @@ def _check_precisions(operator: Operator) -> None:
     for what, value in (results | others).items():
         assert value.dtype == torch.float32, f"{what} is {value.dtype} in float32"
         assert value.device == operator.device, f"{what} is on {value.device}"
+    again = operator.to(torch.float32)  # without factorisations
+    with torch.autocast(x.device.type, torch.bfloat16):
+        for what in (*NUMBERS, *PRODUCTS):
+            found = _computed(again, what, x)
+            assert_close(found, results[what], f"{what} inside of autocast", 1e-6)
+        assert_close(again.to_dense(), single.to_dense(), "to_dense inside of autocast", 1e-6)
     assert_close(single.to_dense().double(), operator.to_dense(), "to(float32)", 1e-6)
     assert operator.to("meta").device.type == "meta", "to moves something else than all tensors"
     assert_raises(TypeError, lambda: operator.to(torch.float16), "to(float16)")

@@ -290,6 +290,18 @@ def test_weights_of_1_and_a_label_that_could_be_ignored_are_none():
         bnn.refine([(x, y.index_fill(0, torch.tensor([3]), -100))])
 
 
+def test_inside_of_autocast_only_the_net_is_in_half_precision():
+    bnn, x, y = fitted()
+    bnn, x = bnn.float(), x.float()
+    expected = bnn.refine([(x, y)])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = bnn.refine([(x, y)])
+        predicted = found.predict(x, link="probit")
+    near = {"rtol": 0.03, "atol": 0.03}
+    torch.testing.assert_close(found.mean, expected.mean, **near)
+    torch.testing.assert_close(predicted, expected.predict(x, link="probit"), **near)
+
+
 def test_weights_that_have_changed_since():
     bnn, x, y = fitted()
     refined = bnn.refine([(x, y)], structure="diag")

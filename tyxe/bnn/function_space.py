@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check
+from tyxe.autocast import full_precision
 from tyxe.bnn.batches import collect, device_for, on_device, split_rows, take_rows
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting
@@ -142,7 +143,8 @@ class RefinedPosterior:
                 "the net's weights have changed since they were refined: call refine again"
             )
         outputs, rows = linear.result(linear.outputs), linear.result(jacobian(linear))
-        shift = rows @ (self.mean - self.loc).to(rows)
+        with full_precision(rows):
+            shift = rows @ (self.mean - self.loc).to(rows)
         covariance = self.precision.to(rows).inverse_quadratic(rows)
         return outputs + shift.view_as(outputs), _by_position(covariance, outputs)
 
@@ -175,7 +177,8 @@ def refined(
         )
     with fitting(bnn, train=False):
         model = linear_model(bnn, state, batches)
-    mean, precision = METHODS[method](model, structure, **options)
+    with full_precision(model.loc):
+        mean, precision = METHODS[method](model, structure, **options)
     return RefinedPosterior(bnn, model.loc, mean, precision)
 
 

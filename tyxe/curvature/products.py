@@ -247,7 +247,8 @@ def low_rank_curvature(products: CurvatureProducts, rank: int, block: int = 4) -
     )
     generator = torch.Generator(device="cpu").manual_seed(0)
     start = torch.randn(min(block, size), size, generator=generator, device="cpu").to(like)
-    values, vectors = largest_eigenpairs(products.__matmul__, start, rank)
+    with full_precision(like):
+        values, vectors = largest_eigenpairs(products.__matmul__, start, rank)
     factor = (values.sqrt()[:, None] * vectors).mT
     points, numbers = float(products._numbers[0]), products.numbers
     operator = BlockDiagonal({"all": LowRank(factor.new_zeros(size), factor)})

@@ -6,6 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tyxe import check
+from tyxe.autocast import full_precision
 from tyxe.linalg.checks import check_dtype, check_non_negative
 
 OperatorT = TypeVar("OperatorT", bound="Operator")
@@ -36,6 +38,25 @@ def factorization(method: Callable[[Any], T]) -> functools.cached_property[T]:
     return functools.cached_property(compute)
 
 
+def _without_autocast(structure: type) -> None:
+    """Let an operator's public methods run in its own precision, also inside of autocast.
+
+    An inverse would magnify the rounding of half precision, and factorisations would keep it.
+    """
+
+    def in_own_precision(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(self: Operator, *args: Any, **kwargs: Any) -> Any:
+            with full_precision(self._first_tensor()):
+                return method(self, *args, **kwargs)
+
+        return run
+
+    for name, method in list(vars(structure).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(structure, name, in_own_precision(method))
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Operator(ABC):
     r"""A symmetric positive semi-definite `P x P` matrix `A`, in float32 or float64.
@@ -44,6 +65,8 @@ class Operator(ABC):
     dimensions. A curvature without a prior may be singular: products, scales and diagonals are
     available all the same, and methods that need an inverse raise. As the precision of a Gaussian,
     `A^-1 = S S^T` is the covariance; every structure has one root `S`, its `inverse_sqrt`.
+
+    All is computed in the operator's own type, also inside of autocast.
 
     Operators are immutable: `scaled`, `add_diagonal`, `to` and `detach` return new ones, and all
     results are differentiable in the scale and the diagonal. Factorisations are computed once.
@@ -64,6 +87,10 @@ class Operator(ABC):
         >>> precision.sample((5,)).shape
         torch.Size([5, 2])
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _without_autocast(cls)
 
     @property
     @abstractmethod
@@ -292,3 +319,6 @@ class Operator(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(size={self.size}, dtype={self.dtype}, device={self.device})"
+
+
+_without_autocast(Operator)

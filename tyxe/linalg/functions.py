@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tyxe.autocast import full_precision
 from tyxe.linalg.base import Operator
 from tyxe.linalg.checks import check_same_kind, check_small, is_small
 from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum, with_term
@@ -105,11 +106,16 @@ def trace_of_solve(a: Operator, b: Operator) -> Tensor:
     Raises:
         NotImplementedError: it needs a dense matrix of more than 4,096 rows.
     """
+    with full_precision(a._first_tensor()):
+        return _trace(a, b)
+
+
+def _trace(a: Operator, b: Operator) -> Tensor:
     if isinstance(a, Sum):
-        return torch.stack([trace_of_solve(term, b) for term in a.terms.values()]).sum()
+        return torch.stack([_trace(term, b) for term in a.terms.values()]).sum()
     pairs = _pairs(a, b)
     if pairs:
-        return torch.stack([trace_of_solve(*pair) for pair in pairs.values()]).sum()
+        return torch.stack([_trace(*pair) for pair in pairs.values()]).sum()
     if isinstance(a, Diagonal):
         return a.entries @ b.inverse_diagonal()
     if isinstance(a, LowRank):

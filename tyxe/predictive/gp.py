@@ -79,7 +79,8 @@ class Features:
 
     def mixed(self, root: Tensor) -> Features:
         """Return `S^T J P0^-1/2`, `(n, s, P)`, for a root `S` of each point, `(n, K, s)`."""
-        return Features(tuple(Part(root.to(p.g).mT @ p.g, p.a) for p in self.parts))
+        with full_precision(root):
+            return Features(tuple(Part(root.to(p.g).mT @ p.g, p.a) for p in self.parts))
 
     def kernel(self, other: Features) -> Tensor:
         """Return `J P0^-1 J'^T` of all pairs of outputs, `(n K, m K')` in float64."""
