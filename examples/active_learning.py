@@ -1,10 +1,10 @@
-"""Active learning: which images to label next, by what a posterior does not know.
+"""Active learning: which images to label next, by the uncertainty of a posterior.
 
 A small convolutional net with dropout starts from 50 labels of FashionMNIST, and asks for 50 more
 in each of five rounds: at random, or by a score of its draws. BALD, the mutual information between
-label and weights, is high where the draws disagree; the entropy is high where a label would be
-noise, too; the variance is that of the draws' probabilities. The points of highest score are alike,
-so that a batch is drawn in proportion to a power of them. Test errors are means of three seeds.
+label and weights, is high where the draws disagree; the entropy is also high where a label would be
+noise; the variance is that of the draws' probabilities. Points with high scores are alike, so a
+batch is drawn in proportion to a power of them. Test errors are means of three seeds.
 
 For your own data replace `images` and the net, keep the loop, and always compare with random
 points: they are hard to beat while labels are few.

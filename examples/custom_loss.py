@@ -1,12 +1,12 @@
-"""A loss and a loop of your own: quantile regression, with `PytorchBNN` in the net's place.
+"""Your own loss and loop: quantile regression, with `PytorchBNN` instead of the net.
 
-`PytorchBNN` is a module whose forward is one draw of the weights. Loss, loop and data are yours; to
-the loss you add the KL of the guide. Here a net predicts three quantiles of how far the disease of
-a patient is after a year (scikit-learn's diabetes set), by the pinball loss.
+`PytorchBNN` is a module whose forward is one draw of the weights. You write loss and loop, and add
+the KL of the guide to the loss. Here a net predicts three quantiles of a patient's disease
+progression after a year (scikit-learn's diabetes set), by the pinball loss.
 
-For your own loss mind two things. Next to a mean over points the KL is divided by the number of
-training points, as below. And the loss says how strongly data count against the prior: it should
-be in nats, as a negative log-likelihood is. The pinball loss over its typical size is that of an
+For your own loss mind two things. If it is a mean over points, divide the KL by the number of
+training points, as below. And the loss decides how strongly data count against the prior: it should
+be in nats, like a negative log-likelihood. The pinball loss over its typical size is that of an
 asymmetric Laplace distribution.
 
 Needs the extra `examples`: pip install -e ".[examples]". About 10 seconds.

@@ -1,10 +1,10 @@
 """A graph net by maximum likelihood, MAP and mean field, in PyTorch Geometric or in DGL.
 
-Cora: 2,708 papers, the words in them and who cites whom; 140 have a label for training. The layers
-are the library's own. All nodes pass through the net, and a mask says which of them count.
+Cora has 2,708 papers, their words and citations; 140 have a label for training. The layers are
+    those of the library. All nodes pass through the net, and a mask says which of them count.
 
-For your own graph change the data and the layers: the net's inputs are a tuple of what its forward
-takes, and the likelihood's size is the number of nodes with a label, not of all nodes.
+For your own graph change the data and the layers: the net's inputs are a tuple of its forward's
+arguments, and the likelihood's size is the number of nodes with a label, not of all nodes.
 
 Needs PyTorch Geometric, pip install -e ".[pyg]", or DGL, ".[dgl]" (docs/graphs.md says how it loads
 on a newer torch); and Cora, as cora.npz in the folder TYXE_DATA, or in data/, where

@@ -1,11 +1,11 @@
 """A language model with 32,000 words, Bayesian in its LoRA factors.
 
-A GPT-2 with a vocabulary of 32,000 and random weights, so that nothing is downloaded, is adapted
-to the sentences of a small language by `peft`: 16 of its words, of which each has a usual
-successor. Two curvatures then give the factors a posterior, and the 32,000 x 32,000 Hessians of
-next words are never formed. `"lowrank"` multiplies vectors by them; `"diag"` draws a label for each
-word (`curvature="fisher"`). With so many classes predictions are averages over draws of the
-factors (`predictive="bnn"`), since the linearised net needs covariances of all classes.
+A GPT-2 with a vocabulary of 32,000 and random weights, so that nothing is downloaded, is adapted to
+the sentences of a small language by `peft`: 16 of its words, each with a usual successor. Two
+curvatures then give the factors a posterior, and the 32,000 x 32,000 Hessians of next words are
+never formed. `"lowrank"` multiplies vectors by them; `"diag"` draws a label for each word
+(`curvature="fisher"`). With so many classes predictions are averages over draws of the factors
+(`predictive="bnn"`), since the linearised net needs covariances of all classes.
 
 For your own model change the net, the sentences, the layers with factors, and the rank.
 Little is gained on a language as small as this one.

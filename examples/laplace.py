@@ -1,13 +1,13 @@
-"""A trained net gets a Laplace approximation: error bars, and nothing is trained anew.
+"""A trained net gets a Laplace approximation: error bars without further training.
 
-A small convolutional net is trained on 4,000 images of FashionMNIST, as nets are. Then comes a
-Gaussian about its weights: its precision is the curvature of the loss, in one pass over the data,
-plus the prior's. Predictions are those of the net linearised there.
+A small convolutional net is trained on 4,000 images of FashionMNIST in the usual way. Then it gets
+a Gaussian about its weights. The precision is the curvature of the loss, in one pass over the data,
+plus that of the prior. Predictions are those of the net linearised there.
 
-The prior's precision decides how wide the Gaussian is, and a guess is far off: choose it by images
-held out. Where there are none to spare take the evidence, which here leaves the net too unsure. For
-your own net load its weights where this trains them; of a large net, take the last layer alone.
-AUROC is for images of digits, which are no clothes.
+The prior's precision decides how wide the Gaussian is, and a guess is far off: choose it by
+held-out images. If you have none to spare, use the evidence, which here leaves the net too unsure.
+For your own net, load its weights instead of training; for a large net, take the last layer alone.
+AUROC is for images of digits, not clothes.
 
 Needs the extra `examples`: pip install -e ".[examples]"; and FashionMNIST, which torchvision
 downloads unless the folder TYXE_DATA has fashion_mnist.npz. About 30 seconds.

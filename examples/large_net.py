@@ -1,11 +1,11 @@
 """A net whose activations do not fit: checkpoints, several batches a step, half precision.
 
-A deep residual net on scikit-learn's digits is trained three times by `fit`: as it is; with blocks
-that keep no activations but run again in the backward, where they meet the draws of the forward;
-and that with steps of four batches (`accumulate_steps`) in bfloat16 (`autocast`), in which linear
-maps are in half precision, and the KL and variances in float32. The errors are about the same, and
-so they should be: the first two are the same steps. On a CPU, bfloat16 is slower and not faster.
-There are 200 weights for each image, so the KL counts a thousandth (`beta`).
+A deep residual net on scikit-learn's digits is trained three times by `fit`: plainly; with blocks
+that keep no activations but run again in the backward, with the draws of the forward; and also with
+steps of four batches (`accumulate_steps`) in bfloat16 (`autocast`), where linear maps are in half
+precision, and the KL and variances in float32. The errors are about the same, as expected: the
+first two take the same steps. On a CPU, bfloat16 is slower and not faster. There are 200 weights
+for each image, so the KL counts a thousandth (`beta`).
 
 For your own net wrap its blocks as `Checkpointed` does, with use_reentrant=False, and give `fit`
 batches that fit. Steps of k batches of n points are those of one batch of k n points.

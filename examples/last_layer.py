@@ -1,12 +1,12 @@
 """Only the last layer is Bayesian: a frozen body, and a posterior over the head.
 
 The body is trained on 4,000 images of FashionMNIST, and the head is then fitted to 1,000 that the
-body has not seen: to the others its features fit too well, and from them a head learns to be sure.
+body has not seen: on the others its features fit too well, and the head would learn to be too sure.
 The head is fitted by maximum likelihood, mean field, and Laplace: another guide or wrapper each.
 
-For your own net replace `body` by what comes before your last layer, trained, and keep labelled
-images for the head. It costs next to nothing, since no gradient passes the body: for nets that are
-too large for a posterior over all weights, too.
+For your own net replace `body` by the trained part before your last layer, and keep labelled images
+for the head. It costs next to nothing, since no gradient passes through the body. So it also works
+for nets that are too large for a posterior over all weights.
 
 Needs the extra `examples`: pip install -e ".[examples]"; and FashionMNIST, which torchvision
 downloads unless the folder TYXE_DATA has fashion_mnist.npz. About 20 seconds.

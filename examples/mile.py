@@ -1,9 +1,9 @@
-"""A deep ensemble whose members go on as chains: microcanonical Langevin ensembles (MILE).
+"""A deep ensemble whose members continue as chains: microcanonical Langevin ensembles (MILE).
 
 Scikit-learn's digits, 500 images to train and 1,297 to test, and a net of 2,410 weights. Members
 are trained at once in one tensor, each until a held-out part gets worse; then each is the start of
-a chain that samples its part of the posterior. The ensemble knows the functions that training ends
-in, and the chains those around them.
+a chain that samples its part of the posterior. The ensemble has the functions at which training
+ends, and the chains those around them.
 
 For your own data change the images, net and likelihood; on small nets more members cost little.
 4,000 warm-up steps are few: the paper takes 50,000, and docs/mile.md has what they give.

@@ -1,13 +1,13 @@
 """NUTS over all weights and the noise of a small net, next to the approximations, on real data.
 
-Scikit-learn's diabetes set: ten measurements of a patient, and how far the disease is a year later.
-200 patients to train and 242 to test, a net of 241 weights, and noise that is not known. Maximum
-likelihood takes noise for signal, MAP is a little too sure and mean field a little too unsure; NUTS
-samples from the posterior itself, as far as its diagnostics say that it got there.
+Scikit-learn's diabetes set has ten measurements of a patient, and the disease progression a year
+later. There are 200 patients to train and 242 to test, a net of 241 weights, and unknown noise.
+Maximum likelihood fits the noise, MAP is a little too sure and mean field a little too unsure. NUTS
+samples from the posterior itself; its diagnostics show whether it has converged.
 
 For your own data change `x`, `y` and the net; NUTS is for nets of up to some thousands of weights
-and data that fit one batch, as what the cheaper methods are measured against. Look at r-hat and
-effective sample size of predictions, not of weights: nets have many equivalent sets of these.
+and data that fit one batch, as a reference for cheaper methods. Look at r-hat and effective sample
+size of predictions, not of weights: nets have many equivalent sets of these.
 
 Needs the extra `examples`: pip install -e ".[examples]". About 60 seconds.
 """

@@ -1,9 +1,9 @@
 """Online Laplace: a net learns tasks one after the other, and its curvature keeps the earlier ones.
 
-Five tasks, each scikit-learn's digits under another order of the pixels, and one net for all. The
-Laplace approximation after a task becomes the prior of the next, by the four lines of vcl.py: what
-mattered is held, in the directions in which it did. Without them the net forgets; a diagonal holds
-each weight for itself, and keeps less than Kronecker factors.
+There are five tasks, scikit-learn's digits with five orders of the pixels, and one net for all. The
+Laplace approximation after a task becomes the prior of the next, by the four lines of vcl.py:
+weights are held in the directions that mattered. Without these lines the net forgets; a diagonal
+holds each weight separately, and keeps less than Kronecker factors.
 
 For your own tasks change `tasks` and the net. `curvature_weight` above 1 holds earlier tasks more
 firmly than Bayes' rule, and new ones learn less: choose it by held-out data of all tasks; of 1, 3

@@ -1,13 +1,13 @@
-"""A guide of your own: one standard deviation for each unit, in the place of one for each weight.
+"""Your own guide: one standard deviation for each unit, instead of one for each weight.
 
-A guide says which distribution each site (a parameter that is random) has. Subclass `Guide`, set
-parameters up in the constructor, and return a distribution from `site_distribution`. All else
-follows: draws, the KL (in closed form where PyTorch knows the pair), predictions, `state_dict`,
-and for Normals local reparameterisation.
+A guide defines a distribution for each site (a random parameter). Subclass `Guide`, set parameters
+up in the constructor, and return a distribution from `site_distribution`. The base class does the
+rest: draws, the KL (in closed form where PyTorch knows the pair), predictions, `state_dict`, and
+for Normals local reparameterisation.
 
 This one has little more than half the numbers of a mean field, and does as well next to it on
 scikit-learn's diabetes set. For your own idea change the distribution, and run
-`tyxe.testing.check_guide` on the class, as below: it asserts what the library relies on.
+`tyxe.testing.check_guide` on the class, as below: it checks what the library relies on.
 
 Needs the extra `examples`: pip install -e ".[examples]". About 10 seconds.
 """

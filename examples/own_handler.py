@@ -1,13 +1,13 @@
-"""A handler of your own: which layer does the uncertainty come from?
+"""Your own handler: which layer does the uncertainty come from?
 
-A handler changes how linear maps by random weights are computed, and net, prior, likelihood and
-guide do not know. Subclass `LinearMapMessenger` and implement `answer`: return the map's output, or
-None to leave it to the next handler, or to the plain draw. This one runs every layer at the
-posterior's mean but for one, and the table says how much the draws still disagree: on digits like
-those trained on (scikit-learn's 0 to 7), and on the unfamiliar 8 and 9.
+A handler changes how linear maps with random weights are computed, without changes to net, prior,
+likelihood or guide. Subclass `LinearMapMessenger` and implement `answer`: return the map's output,
+or None to leave it to the next handler, or to the plain draw. This one runs every layer except one
+at the posterior's mean, and the table says how much the draws still disagree: on digits like those
+trained on (scikit-learn's 0 to 7), and on the unfamiliar 8 and 9.
 
-For your own idea change `answer`. A handler that is to leave the distribution of outputs as it is
-should pass `tyxe.testing.check_handler`; this one is not, it takes noise out.
+For your own idea change `answer`. A handler that should not change the distribution of outputs has
+to pass `tyxe.testing.check_handler`; this one removes noise, so it does not.
 
 Needs the extra `examples`: pip install -e ".[examples]". About 10 seconds.
 """

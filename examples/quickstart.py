@@ -1,10 +1,10 @@
-"""Ten ways to train one small CNN, and what each knows about what it does not know.
+"""Ten ways to train one small CNN, and how well each knows when it is unsure.
 
 The task is scikit-learn's digits 0 to 7 with 150 labelled images, and 8 and 9 are images that no
 label stands for; `--data mnist`: MNIST, with FashionMNIST and notMNIST. Numbers are means over
 seeds of split, net and training, with standard errors. NLL is in nats a point, ECE has 15 bins,
 AUROC tells known from unknown images by maximal probability. Predictions average 32 draws. The KL's
-weight `beta` is below one for digits, so that what is shown there is a tempered posterior.
+weight `beta` is below one for digits, so those are tempered posteriors.
 """
 
 import copy

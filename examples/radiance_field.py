@@ -1,8 +1,8 @@
 """A Bayesian radiance field of a cow: images from all sides, and where they may be wrong.
 
 A net maps points and directions to opacity and colour; a renderer sums these up along rays, and the
-loss compares images. `PytorchBNN` takes the net's place; a prior, a guide and the KL in the loss
-make it Bayesian. A quarter is held out. For your own object docs/nerf.md says which arrays to have.
+loss compares images. `PytorchBNN` replaces the net; a prior, a guide and the KL in the loss make it
+Bayesian. A quarter is held out. For your own object docs/nerf.md says which arrays to have.
 
 Needs the extra `examples`: pip install -e ".[examples]"; and cow/cow_views_equator.npz in the
 folder TYXE_DATA. About 80 seconds. Prints errors, and draws results/radiance_field.png.

@@ -1,13 +1,13 @@
 """Regression on noisy observations in two places, with error bars between and beyond them.
 
 Four parts make a Bayesian net: the net, a prior over its weights, a likelihood that says how
-targets scatter about outputs, and a way to the posterior. That last part is here first a guide, one
-Normal for each weight (mean field), then a Gaussian over all weights together (Laplace). Mean field
-is too sure where there are no data, and more training does not mend that: for a net as small as
-this take Laplace, or NUTS as in nuts.py.
+targets scatter about outputs, and a way to the posterior. The last part is first a guide, one
+Normal for each weight (mean field), and then a Gaussian over all weights together (Laplace). Mean
+field is too sure where there are no data, and more training does not change that: for a net as
+small as this take Laplace, or NUTS as in nuts.py.
 
-For your own problem change the net, and `x` and `y` (standardise both). Where the noise is not
-known, give the likelihood a distribution for it, as nuts.py does.
+For your own problem change the net, and `x` and `y` (standardise both). If the noise is not known,
+give the likelihood a distribution for it, as nuts.py does.
 
 Needs the extra `examples`: pip install -e ".[examples]". About 10 seconds. Prints scores on new
 data, and draws results/regression.png.

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc_per_node=2 examples/several_processes.py
 
 Each process has its part of every batch, and DistributedDataParallel averages gradients. Here a
-small net learns scikit-learn's digits on CPUs, by gloo: it shows what to write, and gains no time.
-Each process draws weights of its own, so that gradients are less noisy; one process and two end at
-results that are as good, and not the same.
+small net learns scikit-learn's digits on CPUs, by gloo: it shows what to write, and saves no time.
+Each process draws its own weights, so gradients are less noisy; one process and two end at equally
+good but not identical results.
 
 For your own net change data and net. For GPUs take the backend "nccl", call `torch.cuda.set_device`
 with LOCAL_RANK, move the BNN by `.to("cuda")`, and pass `device="cuda"` to `fit`.

@@ -1,11 +1,12 @@
 """A trained net becomes Bayesian by variational inference: better probabilities, same net.
 
-A small convolutional net is trained on 4,000 images of FashionMNIST, as nets are. Then its weights
-become the means of a posterior with a standard deviation for each weight, and both are fitted for
-as long again. A net that is only trained for as long again has worse probabilities than before.
+A small convolutional net is trained on 4,000 images of FashionMNIST in the usual way. Then its
+weights become the means of a posterior with a standard deviation for each weight, and both are
+fitted for as long again. If the plain net is trained for as long again instead, its probabilities
+get worse.
 
-For your own net load its weights where this trains them, and bring your loader. The comments say
-what matters. Compare with the plain net on held-out data, as the table does.
+For your own net load its weights instead of training, and use your loader. The comments say what
+matters. Compare with the plain net on held-out data, as the table does.
 
 Needs the extra `examples`: pip install -e ".[examples]"; and FashionMNIST, which torchvision
 downloads unless the folder TYXE_DATA has fashion_mnist.npz. About 30 seconds.

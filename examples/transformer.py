@@ -1,12 +1,12 @@
 """PyTorch's own transformer, Bayesian in the part that a glob on parameters' names selects.
 
-Scikit-learn's digits are read as sequences of eight rows by `nn.TransformerEncoder`, as it comes
-from PyTorch. It is trained as usual; then the projections in its attention, or all of its linear
-maps, get a posterior about the trained weights, and the net's code knows nothing of it. Little is
-gained on data as easy as these. AUROC is for digits whose rows are out of order.
+Scikit-learn's digits are read as sequences of eight rows by PyTorch's own `nn.TransformerEncoder`.
+It is trained as usual; then the projections in its attention, or all of its linear maps, get a
+posterior about the trained weights, without changes to the net's code. Little is gained on data as
+easy as these. AUROC is for digits whose rows are out of order.
 
 For your own transformer change the net, the sequences and the globs, and look once at `report`.
-Positions and LayerNorm are best left out: what enters no linear map cannot be sampled cheaply.
+Positions and LayerNorm are best left out: weights outside linear maps cannot be sampled cheaply.
 
 Needs the extra `examples`: pip install -e ".[examples]". About 40 seconds.
 """

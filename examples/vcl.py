@@ -1,13 +1,13 @@
 """Variational continual learning in four lines: the posterior of a task is the prior of the next.
 
 Five tasks, scikit-learn's digits 0 or 1, 2 or 3, ..., 8 or 9, come one after the other, and the
-images of earlier ones are gone. The hidden layer is shared and Bayesian; each task has an output
-layer of its own, a head. VCL keeps what earlier tasks need of the hidden layer; the same net by
-maximum likelihood forgets.
+images of earlier ones are gone. The hidden layer is shared and Bayesian; each task has its own
+output layer, a head. VCL keeps what earlier tasks need of the hidden layer; the same net by maximum
+likelihood forgets.
 
-For your own tasks change `tasks`, the net and its head. Where tasks differ in size, say so before
-each fit, as below. `tyxe.continual.TaskLoop` is this loop with checkpoints that a stopped run goes
-on from.
+For your own tasks change `tasks`, the net and its head. If tasks differ in size, set it before each
+fit, as below. `tyxe.continual.TaskLoop` is this loop with checkpoints, from which a stopped run
+continues.
 
 Needs the extra `examples`: pip install -e ".[examples]". About 10 seconds. Prints accuracies, and
 draws results/vcl.png.

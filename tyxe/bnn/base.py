@@ -298,8 +298,8 @@ class BNN(Saved, nn.Module):
         _check_prior(prior)
         if self._runtime.prior_is_fixed:
             raise RuntimeError(
-                "the prior cannot be updated within a fit, whose objective it is a part of; let "
-                "the callback return True, and update it then"
+                "the prior cannot be updated within a fit, since it is part of the objective; let "
+                "the callback return True, and update it after the fit"
             )
         with exclusive():
             priors = prior.replacing(self.net_prior, self.net)

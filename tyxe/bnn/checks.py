@@ -125,7 +125,7 @@ def distance_from_standard(net: nn.Module, inputs: Inputs) -> float:
 def warn_of_size(points: float, size: float) -> bool:
     """Warn of an epoch with far fewer points than a data set, or more; return whether it is so."""
     if not points:
-        warn("no point of an epoch counts, so that the prior is all: look for NaN in targets")
+        warn("no point of an epoch counts, so only the prior is fitted: look for NaN in targets")
         return True
     # Somewhat fewer points in an epoch may be intended, as with a sampler.
     if size / 20 <= points <= size * (1 + 1e-6):

@@ -158,7 +158,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         if resume and not self._left:
             raise RuntimeError(
                 "there is no fit to resume: load what save(path, training=True) has written while "
-                "it ran, or fit anew, without resume=True"
+                "it ran, or leave resume=True out"
             )
         before = self._left
         if not resume:
@@ -190,7 +190,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         if self._left:
             warn(
                 f"members {[*self._left]} are not fitted, since fit was stopped: "
-                "fit(..., resume=True) goes on"
+                "fit(..., resume=True) continues"
             )
         with ExitStack() as stack:
             for member in self._bnns:

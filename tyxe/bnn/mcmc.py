@@ -248,8 +248,8 @@ class MCMC_BNN(SamplePosterior):
         """Return the run that was stopped, if it is what is asked for."""
         if self._chains is None:
             raise RuntimeError(
-                "there is no run to resume: call fit without resume=True, and with init=bnn to "
-                "start at samples that there are"
+                "there is no run to resume: call fit without resume=True, or with init=bnn to "
+                "start at the samples of this BNN"
             )
         new = [name for name in options if name not in ("resume", "thinning")]
         if new:

@@ -67,9 +67,9 @@ def look_at_sites(
     if unread := left - lost:
         warn(
             f"the net's outputs do not depend on site {_listed(unread)}, whose draws have no "
-            "effect. Where the net calls its parts by a lambda, a closure or a replaced forward, "
-            "these are the parts of the net that was given, and not of the BNN's copy: write a "
-            "method that uses self. Otherwise hide what is not read from the prior"
+            "effect. If the net calls its parts by a lambda, a closure or a replaced forward, "
+            "these are the parts of your own net, and not of the BNN's copy: write a method "
+            "that uses self. Otherwise hide these sites from the prior"
         )
 
 

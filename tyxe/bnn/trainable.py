@@ -91,7 +91,7 @@ class Trainable(Objective):
         if not isinstance(bnn, SupervisedBNN) or not hasattr(bnn, "_guide"):
             raise TypeError(
                 f"bnn is {described(bnn)}; expected one that is fitted in steps, such as "
-                "tyxe.VariationalBNN. A PytorchBNN is a module for loops of its own, members of an "
+                "tyxe.VariationalBNN. A PytorchBNN is a module for your own loops, members of an "
                 "EnsembleBNN are trained one by one, and MCMC_BNN has its own fit"
             )
         super().__init__(bnn, closed_form_kl=True, num_particles=1)

@@ -157,7 +157,7 @@ class TaskLoop:
         if path is not None and path.exists():
             state = files.read(path)  # each part moves what it loads to its own device
             if not (isinstance(state, dict) and state.keys() >= _KEYS):
-                raise ValueError(f"{path} is no checkpoint of a TaskLoop: give another file")
+                raise ValueError(f"{path} is not a checkpoint of a TaskLoop: give another file")
             self.load_state_dict(state)
         elif path is not None:
             # A run that is stopped in its first task begins it again with the same random numbers.

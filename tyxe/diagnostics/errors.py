@@ -34,7 +34,7 @@ LIGHT = 0.1
 TOO_WIDE = (
     "draws are worse than the net at the posterior's centre: predict with more of them, narrow the "
     "posterior (max_guide_scale, a narrower prior, optimize_prior_precision(loader=held_out)), or "
-    "take predictive='glm' where there is a Gaussian"
+    "use predictive='glm' if there is a Gaussian"
 )
 
 
@@ -68,7 +68,7 @@ def members(case: Case) -> Iterator[Line]:
         {name: middle - value for name, value in found.items()},
         below(0.5),
         below(2.0),
-        "this member is not fitted as the others are: fit it again, or leave it out",
+        "this member fits worse than the others: fit it again, or leave it out",
     )
 
 

@@ -41,7 +41,7 @@ def fit(case: Case) -> Iterator[Line]:
         train - held_out,
         below(0.5),
         below(2.0),
-        "the fit is of the training data alone: stop by validation=held_out, patience=5, take more "
+        "the fit does not generalise: stop early by validation=held_out, patience=5, take more "
         "data or a narrower prior",
     )
     if case.seen.dim() == 2 and len(case.seen) > 1:
@@ -50,7 +50,7 @@ def fit(case: Case) -> Iterator[Line]:
             _needed(case.seen, case.weights(case.held_out)),
             below(float(len(case.seen))),
             ANY,
-            "predict with as many draws, by num_predictions",
+            "predict with this many draws, by num_predictions",
         )
     if isinstance(case.bnn, VariationalBNN) and isinstance(case.bnn.net_guide, Guide):
         with spared():
@@ -95,7 +95,7 @@ def calibration(case: Case) -> Iterator[Line]:
         case.mean(case.seen, case.held_out) - constant,
         above(0.0),
         above(-1.0),
-        "the net says less than the frequencies of targets: train on, or look at the noise",
+        "predictions are worse than a constant: train on, or check the noise",
     )
 
 
@@ -165,8 +165,8 @@ def batches(case: Case) -> Iterator[Line]:
                 float((whole - apart).abs().max() / whole.std().clamp_min(1e-9)),
                 below(0.01),
                 below(1.0),
-                "rows depend on those beside them, as with BatchNorm in train mode or without "
-                "running statistics: give it these, and predict in eval mode",
+                "predictions of a row depend on other rows, as with BatchNorm in train mode or "
+                "without running statistics: give it these, and predict in eval mode",
             )
     if any(norms_of(member.net) for member in members_of(bnn)):
         other = copy.deepcopy(bnn)
@@ -180,7 +180,7 @@ def batches(case: Case) -> Iterator[Line]:
             after - before,
             below(0.05),
             below(0.5),
-            "running statistics of BatchNorm are of other weights: update_norm_statistics(loader)",
+            "BatchNorm has the statistics of other weights: call update_norm_statistics(loader)",
         )
 
 
@@ -200,8 +200,8 @@ def beside(plain: Any) -> Callable[[Case], Iterator[Line]]:
             case.mean(gain, case.held_out),
             above(-error),
             above(-error - 0.1),
-            "this posterior is not finished: start it at the plain net's weights with small "
-            "scales, or take Laplace or an ensemble of plain nets",
+            "the plain net is better: start the posterior at its weights with small scales, or "
+            "take Laplace or an ensemble of plain nets",
         )
 
     return check

@@ -146,7 +146,7 @@ def has_spread(bnn: Any) -> bool:
     return is_variational and not isinstance(own, AutoDelta | SWAGGuide)
 
 
-NOT_THERE = "train on, with a rate that falls; of a tempered posterior pass beta="
+NOT_THERE = "train on, with a decaying rate; for a tempered posterior pass beta="
 
 
 def fit(case: Case) -> Iterator[Line]:
@@ -166,7 +166,7 @@ def fit(case: Case) -> Iterator[Line]:
             case.beta * found.kl / data,
             below(KL_DWARFS / 10),
             below(KL_DWARFS),
-            "the bound is about the prior: check dataset_size, narrow the prior, take weights of a "
+            "the ELBO is mostly the KL: check dataset_size, narrow the prior, take weights of a "
             "trained net as means, or weigh the KL by beta < 1",
         )
     kinds = bnn._parameter_kinds()
@@ -201,7 +201,7 @@ def laplace(case: Case) -> Iterator[Line]:
             float((pull - ratio * decay).norm()) / scatter,
             below(2.0),
             below(5.0),
-            "the weights are no mode: train on, with a rate that falls and weight decay, by fit",
+            "the weights are not a mode: train on by fit, or with decaying rate and weight decay",
         )
     if bool(decay.any()):
         yield Line(
@@ -209,7 +209,7 @@ def laplace(case: Case) -> Iterator[Line]:
             ratio,
             (1e-3, 1e3),
             ANY,
-            "the mode is that of another prior: train by fit, or with weight_decay of the prior's "
+            "the mode belongs to another prior: train by fit, or with weight_decay of the prior's "
             "precision over the number of points",
         )
     values = spectrum(state.curvature.operator) * state.weight
@@ -220,8 +220,8 @@ def laplace(case: Case) -> Iterator[Line]:
         share,
         below(0.9999),
         ANY,
-        "the posterior is the prior: check dataset_size, and that the net is not certain of all "
-        "points; optimize_prior_precision(loader=held_out)",
+        "the posterior equals the prior: check dataset_size, and whether the net is certain of "
+        "all points; call optimize_prior_precision(loader=held_out)",
     )
 
 
@@ -278,8 +278,8 @@ def scales(case: Case) -> Iterator[Line]:
             known,
             (1e-4, 1.5),
             (1e-6, 10.0),
-            "scales that collapse: check dataset_size; that are wider than the prior: "
-            "lower their learning rate, or cap them by max_guide_scale",
+            "if scales collapse, check dataset_size; if they are wider than the prior, lower "
+            "their learning rate, or cap them by max_guide_scale",
         )
     if spread:
         yield Line.of_parts(
@@ -298,7 +298,7 @@ def scales(case: Case) -> Iterator[Line]:
             share,
             below(0.8),
             ANY,
-            "the posterior has given up most units: a narrower prior, a smaller net, or beta < 1",
+            "most units are back at the prior: take a narrower prior, a smaller net, or beta < 1",
             {name: part for name, (_, part) in pruned.items()},
         )
 
@@ -347,7 +347,7 @@ def chains(case: Case) -> Iterator[Line]:
         float((~moved).sum()),
         below(0.0),
         below(0.0),
-        "every proposal was rejected: a smaller step_size, or warm up longer",
+        "every proposal was rejected: take a smaller step_size, or warm up longer",
     )
     count, length = next(iter(samples.values())).shape[:2]
     outputs = bnn.predict(case.held_out[:1], num_predictions=count * length, aggregate=False)
@@ -374,7 +374,7 @@ def chains(case: Case) -> Iterator[Line]:
             float(energy.min()),
             above(0.3),
             above(0.1),
-            "momenta change the energy too little: reparametrise, or take priors of lighter tails",
+            "momenta change the energy too little: reparametrise, or use lighter-tailed priors",
         )
     if not kernel.takes_batches and length >= 4:
         yield from _of_mixing("log joint", run.potentials.double()[..., None])

@@ -102,7 +102,7 @@ def init_to_net(site: Message | None = None) -> Any:
     own = own.detach()
     if not bool(own.isfinite().all()):
         raise ValueError(
-            f"the net's {site['name']} is not finite, so that no guide can start there: mend the "
+            f"the net's {site['name']} is not finite, so that no guide can start there: fix the "
             "net, or pass init_loc_fn=tyxe.guides.init_to_median"
         )
     allowed = elementwise(site["fn"].support).check(own)

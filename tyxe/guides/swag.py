@@ -65,7 +65,7 @@ class SWAGGuide(Guide):
         """Take a snapshot of values by joint name; one that is not finite is a ValueError."""
         bad = [name for name, value in values.items() if not bool(value.isfinite().all())]
         if bad:
-            raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no snapshot")
+            raise ValueError(f"weights of {', '.join(bad)} are not finite, so no snapshot is taken")
         if self.ended:
             self.reset()
         before = self.blocks.flatten(values).to(self.mean) - self.mean

@@ -163,13 +163,13 @@ def best_of_grid(grid: Iterable[float] | None, score: Callable[[float], float]) 
     best = max(finite, key=finite.__getitem__)
     if grid is None and best == candidates[-1]:
         warn(
-            f"the best precision, {best:g}, is the largest of the grid, which leaves hardly any of "
-            "the posterior: the net is not too sure of these data, so that a posterior does not "
-            "help their log-likelihood (or it was trained on them); a temperature may"
+            f"the best precision, {best:g}, is the largest of the grid, so the posterior has "
+            "hardly any width: the net is not too sure of these data, so a posterior does not help "
+            "their log-likelihood (or it was trained on them); a temperature may help"
         )
     elif grid is None and best == candidates[0]:
         warn(
-            f"the best precision, {best:g}, is the smallest of the grid, which leaves hardly any "
-            "prior: the net is much too sure of these data; pass grid= with smaller ones"
+            f"the best precision, {best:g}, is the smallest of the grid, so the prior hardly "
+            "counts: the net is much too sure of these data; pass grid= with smaller ones"
         )
     return best

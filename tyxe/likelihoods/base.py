@@ -157,7 +157,7 @@ class Likelihood(nn.Module, ABC):
         Raises:
             TypeError: the targets are not classes.
         """
-        raise TypeError(f"the targets of {type(self).__name__} are no classes")
+        raise TypeError(f"the targets of {type(self).__name__} are not classes")
 
     def from_class_logits(self, logits: Tensor) -> Tensor:
         """Return the predictions whose `class_logits` are those given, up to a constant."""

@@ -318,7 +318,7 @@ def _log(probs: Tensor) -> Tensor:
 def _check_kind(expects_logits: bool, are_probabilities: bool) -> None:
     if not expects_logits and not are_probabilities:
         raise ValueError(
-            "the net's output is no probabilities; it looks like logits: use logit_predictions=True"
+            "the output is not probabilities; it looks like logits: use logit_predictions=True"
         )
     if expects_logits and are_probabilities:
         warn(

@@ -119,7 +119,7 @@ class _Source:
         if self.value.requires_grad:
             raise RuntimeError(
                 f"a custom autograd function, such as an adjoint solver's, was given {self.name} "
-                "as a lazy draw, whose gradient would be lost: leave the handler for this net, "
+                "as a lazy draw, whose gradient would be lost: leave the handler out for this net, "
                 "or hide the weight from the prior"
             )
 
@@ -305,7 +305,7 @@ class Draw(Tensor):
         """Raise: below autograd the value would have no gradient."""
         raise RuntimeError(
             f"{func} met a lazily drawn weight where PyTorch no longer records gradients "
-            "(scripted code, or a C++ extension); leave the handler for this net, or hide the "
+            "(scripted code, or a C++ extension); leave the handler out for this net, or hide the "
             "weight from the prior"
         )
 

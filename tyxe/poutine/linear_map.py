@@ -198,7 +198,7 @@ def _map_rule(
         raise RuntimeError(
             "a custom autograd function, such as that of an adjoint solver or a reentrant "
             f"checkpoint, runs a part of the net again in the backward, where {answering[-1].name} "
-            "draws other noise than in the forward: leave the handler for this net, or call "
+            "draws other noise than in the forward: leave the handler out for this net, or call "
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         )
     # Perhaps by a thread of autograd's, or after the handlers were left.

@@ -189,7 +189,7 @@ class variational_laplace(Messenger):
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "variational_laplace differentiates the log-likelihood, but gradients are off: "
-                "leave torch.no_grad around the objective"
+                "leave out torch.no_grad around the objective"
             )
         if msg["infer"].get("has_weights"):
             raise ValueError(

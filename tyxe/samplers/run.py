@@ -158,7 +158,7 @@ class Run:
                     with torch.no_grad(), self.inside():
                         self.programs = self._built(compile=True)
                 except RuntimeError as error:
-                    warn(f"steps go on without a program: {error}")
+                    warn(f"steps continue uncompiled: {error}")
             self._prepare(self._made + 1)
             # A program needs no parameters in any places.
             inside = nullcontext if self.is_compiled else self.inside
