@@ -41,9 +41,9 @@ COSTS = {"training": "train s", "prediction": "predict s", "memory": "bytes"}
 LEADING = ["ML", "ML, temperature", "MAP", "MC dropout", "ensemble", "last layer", "SWAG", "IVON"]
 LEADING += ["mean field, local reparam.", "Laplace, last layer", "Multi-SWAG"]
 # What is not run, by data set: the rows, and why.
-WHOLE = "each step of a chain takes two gradients of all data"
+WHOLE = "not run, since each step of a chain takes two gradients of all data"
 NOT_RUN = {name: {"MCLMC ensemble": WHOLE} for name in ("fashion", "bikesharing", "protein")}
-CHOSEN = "the noise that every row chooses on validation data is its temperature"
+CHOSEN = "in regression, every row chooses its noise on validation data, as a temperature would"
 NOT_RUN |= {name: NOT_RUN.get(name, {}) | {"ML, temperature": CHOSEN} for name in UCI}
 NOT_RUN["cifar10"] = dict.fromkeys({*METHODS} - {*LEADING}, "not among the leading rows")
 
@@ -211,7 +211,7 @@ def page(columns, reasons, rows):
     alike = {}
     for row, reason in reasons.items():
         alike.setdefault(reason, []).append(row)
-    empty = [f"- {', '.join(those)}: {reason}" for reason, those in alike.items()]
+    empty = [f"- {'; '.join(those)}: {reason}" for reason, those in alike.items()]
     return "\n".join([tables.markdown(["", *(title for title, _ in columns)], lines), "", *empty])
 
 

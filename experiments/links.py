@@ -72,7 +72,7 @@ def table(record):
         cells = record.of(data)
         parts += [f"**{data}**", tables.score_table(tables.rows(cells), FORMS)]
         share = tables.over_seeds([c["common to all logits"] for c in cells.values()], ".0f", 100)
-        parts.append(f"Of the variance {share} % is common to all logits.")
+        parts.append(f"{share} % of the variance is common to all logits.")
     return "\n\n".join(parts)
 
 
