@@ -9,17 +9,18 @@ import torch.nn as nn
 from tests.curvature.test_against_loops import NETS, made
 from tests.oracles.curvature import dense_jacobian
 from tyxe.curvature import Linearization, functional_covariance, output_covariance
+from tyxe.curvature.linearize import Linearized
 from tyxe.linalg import BlockDiagonal, LowRank
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
 def precision_of(blocks, rank, kind, scale=1.0):
-    """A random one, whose diagonal is of blocks or of single weights."""
+    """A random one, whose diagonal is of sites or of single weights."""
     torch.manual_seed(1)
     entries = torch.rand(blocks.size).double() + 0.5
-    if kind == "of blocks":
-        entries = torch.cat([part[:1].expand(len(part)) for part in entries.split(blocks.sizes)])
+    if kind == "of sites":
+        entries = blocks.flatten({site: torch.rand(()).double() + 0.5 for site in blocks.sites})
     return LowRank(entries, scale * torch.randn(rank, blocks.size).double().mT)
 
 
@@ -31,7 +32,7 @@ def expected(rows, precision, shape):
 
 
 @pytest.mark.parametrize("rank", [2, 30])
-@pytest.mark.parametrize("kind", ["of blocks", "of weights"])
+@pytest.mark.parametrize("kind", ["of sites", "of weights"])
 @pytest.mark.parametrize("name", NETS)
 def test_of_any_net_it_is_that_of_the_dense_jacobian(name, kind, rank):
     bnn, values, x, linearize = made(name)
@@ -63,7 +64,7 @@ def test_blocks_are_taken_by_whichever_way_is_shorter_in_pieces(monkeypatch, bud
     monkeypatch.setattr(output_covariance, "_is_shorter_by_positions", looked)
     bnn, values, x, linearize = made((image_net, (5, 2, 6, 6)))
     linear = linearize(x)
-    precision = precision_of(linear.blocks, 7, "of blocks")
+    precision = precision_of(linear.blocks, 7, "of sites")
     if not in_rows:
         precision = LowRank(precision.entries, precision.factor.contiguous())
     found = functional_covariance(linear, BlockDiagonal({"all": precision}))
@@ -72,7 +73,7 @@ def test_blocks_are_taken_by_whichever_way_is_shorter_in_pieces(monkeypatch, bud
     assert ways == [False, True, True]  # 36 positions, 4 and 1
 
 
-@pytest.mark.parametrize("kind", ["of blocks", "of weights"])
+@pytest.mark.parametrize("kind", ["of sites", "of weights"])
 def test_points_whose_gradients_are_explained_keep_their_digits(kind):
     """Of two points the posterior is 1e3 times narrower than the prior."""
     bnn, values, x, linearize = made((image_net, (5, 2, 6, 6)))
@@ -88,6 +89,24 @@ def test_points_whose_gradients_are_explained_keep_their_digits(kind):
     found = functional_covariance(narrow, BlockDiagonal({"all": precision.to(torch.float32)}))
     error = (found.detach() - exact).flatten(1).norm(dim=1)
     assert bool((error < 1e-3 * exact.flatten(1).norm(dim=1)).all())
+
+
+def test_another_batch_of_a_kind_takes_one_backward_for_each_output(monkeypatch):
+    bnn, values, x, _ = made((image_net, (5, 2, 6, 6)))
+    known, calls, plain = Linearized(), [], Linearization._gradients
+
+    def counted(*given):
+        calls.append(given)
+        return plain(*given)
+
+    monkeypatch.setattr(Linearization, "_gradients", counted)
+    shapes = {name: value.shape for name, value in values.items()}
+    for _ in range(2):
+        linear = Linearization(bnn._run_frozen, values, x, shapes, known)
+        precision = BlockDiagonal({"all": precision_of(linear.blocks, 2, "of sites")})
+        calls.clear()
+        functional_covariance(linear, precision)
+    assert len(calls) == 3
 
 
 def test_biases_without_curvature_do_not_enter_by_rounding():

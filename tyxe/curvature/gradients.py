@@ -120,6 +120,15 @@ class DenseGradients:
 PointGradients = OuterProductGradients | DenseGradients
 
 
+def dense_gradients(rows: Sequence[PointGradients], points: slice | Tensor = ALL) -> Tensor:
+    """Return the gradients of `C` cotangents in one block, of some points, `(n, C, P)`."""
+    products = [row for row in rows if isinstance(row, OuterProductGradients)]
+    if not products:
+        return torch.stack([row.dense(points) for row in rows], 1)
+    g = torch.stack([row.g[points].permute(0, 2, 3, 1) for row in products], 1)
+    return torch.einsum("ncgor,nrgi->ncgoi", g, products[0].a[points]).flatten(2)
+
+
 def squared_sums(cotangents: Sequence[OuterProductGradients]) -> Tensor:
     """Return the sum of `squared_sum` over some cotangents of one block without groups, `(P,)`.
 

@@ -238,6 +238,22 @@ class MapInputs:
         found = patches(call, self.points, self.block.bias is not None)
         return found[..., -1:] if self.block.weight is None else found
 
+    def mapped(self, matrices: Tensor) -> Tensor:
+        """Return what the maps are at other weights `(S, outputs, fan_in)`, `(n, S, outputs, R)`.
+
+        The block has a weight, and no groups.
+        """
+        shape, block = [*self.block.weight_shape], self.block
+        shape[block.is_transposed] = matrices.shape[:2].numel()
+        stacked = LinearBlock("weight", None, Size(shape), 1, block.is_transposed)
+        (weight,) = stacked.to_values(matrices.reshape(-1)).values()
+        found = []
+        for call in self.calls:
+            inputs = call.event.input if self.keeps_graph else call.event.input.detach()
+            outputs = call.event.function(at_least_float32(inputs), weight, None)
+            found.append(positions(outputs, call, self.points))
+        return cat_positions(found)[:, :, 0].mT.unflatten(1, matrices.shape[:2])
+
     def second_moment(self) -> Tensor:
         """Return `sum a a^T` over points and positions, `(groups, columns, columns)`."""
         if self.keeps_graph or self.block.weight is None or not all(map(_is_shifted, self.calls)):

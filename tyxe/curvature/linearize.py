@@ -50,6 +50,8 @@ class Linearized:
     exact: set[str] = field(default_factory=set)
     # Kinds of batches on which gradients were compared with autograd's.
     compared: set[Any] = field(default_factory=set)
+    # Where maps hold the points in a kind of batches, as far as one of these showed it.
+    batch_dims: dict[Any, list[BatchDims | None]] = field(default_factory=dict)
 
 
 class Linearization:
@@ -224,6 +226,7 @@ class Linearization:
         influence each other in a map are a ValueError.
         """
         found: list[BatchDims | None] = [None] * len(self._recorded)
+        known = self._known.batch_dims.get(self._kind) if known is None else known
         if known is not None and len(known) == len(found):
             found = list(known)
         linear = {site for block in self._linear for site in block.sites}
@@ -253,6 +256,7 @@ class Linearization:
             block.name: [call for call in located if not set(block.sites).isdisjoint(call.sites)]
             for block in self._linear
         }
+        self._known.batch_dims[self._kind] = found
         return found
 
     def _is_open(self, call: LayerCall, known: BatchDims | None) -> bool:

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.autocast import full_precision
-from tyxe.curvature.gradients import ALL, OuterProductGradients, PointGradients, budget
+from tyxe.curvature.gradients import (
+    ALL,
+    OuterProductGradients,
+    PointGradients,
+    budget,
+    dense_gradients,
+)
 from tyxe.curvature.linearize import Linearization
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank, Operator
 from tyxe.linalg.diagonal import pairs_are_fewer
@@ -195,42 +201,50 @@ def _relative_products(
     """
     products = [row for row in rows if isinstance(row, OuterProductGradients)]
     if products and _is_shorter_by_positions(products, root, v.shape[1]):
-        a, g = products[0].a[:, :, 0], torch.stack([row.g[:, :, 0] for row in products], 1)
-        return _products_by_positions(a / root[: a.shape[-1]], g, v)
+        return _products_by_positions(products, root, v)
     found = []
     for part in _chunks(len(rows[0]), v.shape[0] * len(rows), CACHED_ROWS):
-        y = torch.stack([row.dense(part) for row in rows], 1) / root
+        y = dense_gradients(rows, part).div_(root)
         found.append((y @ y.mT, y @ v))
     own, along = (torch.cat(each) for each in zip(*found, strict=True))
     return own, along, own.diagonal(dim1=1, dim2=2)
 
 
 def _is_shorter_by_positions(rows: list[OuterProductGradients], root: Tensor, kept: int) -> bool:
-    """Whether products of inputs with `V` are fewer than the gradients and theirs take.
+    """Whether the map at `V` takes fewer products than the gradients and theirs.
 
-    This is so at few positions. All outputs have to have the same precisions.
+    This is so at few positions. All elements of a site have to have the same precision.
     """
     (_, positions, groups, outputs), classes = rows[0].g.shape, len(rows)
     # Products that form gradients of few positions take longer than others.
     others = 1.5 * classes * (positions + classes + kept)
-    by_output = root.view(groups * outputs, -1)
-    return groups == 1 and positions * kept < others and bool((by_output == by_output[0]).all())
+    block, by_output = rows[0].inputs.block, root.view(groups * outputs, -1)
+    if groups > 1 or block.weight is None or positions * kept >= others:
+        return False
+    parts = (by_output[:, block.columns_of(site)] for site in block.sites)
+    return all(bool((part == part[0, 0]).all()) for part in parts)
 
 
-def _products_by_positions(a: Tensor, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `_relative_products` of `Y_c = sum_r g_cr a_r^T`.
-
-    `a` is `(n, R, in)`, `g` `(n, C, R, out)` and `v` `(out in, S)`.
-    """
-    (points, positions, columns), outputs = a.shape, g.shape[-1]
-    kernel, flat = a @ a.mT, g.flatten(2)
-    own = (kernel.unsqueeze(1) @ g).flatten(2) @ flat.mT
-    size = torch.einsum("ncro,nrr->nc", g.square(), kernel)
-    maps, a = v.mT.unflatten(1, (outputs, columns)), a.reshape(-1, columns)
-    chunk = max(1, CACHED_ROWS // max(1, points * positions * outputs))
-    moved = [(a @ part.mT).view(len(part), points, -1) for part in maps.split(chunk)]
-    along = [flat @ part.permute(1, 2, 0) for part in moved]
-    return own, torch.cat(along, -1), size.maximum(own.diagonal(dim1=1, dim2=2))
+def _products_by_positions(
+    rows: list[OuterProductGradients], root: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `_relative_products` of `J_c = sum_r g_cr a_r^T`, of which `Y V` is by maps at `V`."""
+    inputs, fan = rows[0].inputs, rows[0].inputs.block.fan_in
+    # With positions last, as they are in memory.
+    g = torch.stack([row.g[:, :, 0].mT for row in rows], 1)
+    points, _, outputs, positions = g.shape
+    flat, a, root = g.flatten(2), inputs.rows[:, :, 0, :fan], root.view(outputs, -1)[0]
+    kernel, maps = (a @ a.mT) / root[0].square(), v.mT.unflatten(1, (outputs, -1))
+    chunk = max(1, CACHED_ROWS // max(1, points * positions * outputs, len(v)))
+    parts = maps[..., :fan].split(chunk)
+    along = torch.cat([inputs.mapped(part).flatten(2) @ flat.mT for part in parts], 1).mT / root[0]
+    own, weights = (g @ kernel.unsqueeze(1)).flatten(2) @ flat.mT, kernel.diagonal(dim1=1, dim2=2)
+    if inputs.block.bias is not None:
+        total = g.sum(-1) / root[-1]
+        own, along = own + total @ total.mT, along + total @ maps[..., -1].mT
+        weights = weights + root[-1].square().reciprocal()
+    size = torch.einsum("ncor,nr->nc", g.square(), weights)
+    return own, along, size.maximum(own.diagonal(dim1=1, dim2=2))
 
 
 def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
@@ -241,7 +255,7 @@ def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
     found = []
     for chunk in _chunks(len(rows[0]), size, _held(block)):
         if is_formed:
-            jacobians = torch.stack([row.dense(chunk) for row in rows], 1)
+            jacobians = dense_gradients(rows, chunk)
             found.append(block.inverse_quadratic(jacobians))
         else:
             g = _stacked([row.g[chunk, :, 0] for row in products], block)

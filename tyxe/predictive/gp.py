@@ -21,7 +21,7 @@ from torch import Tensor
 from tyxe import check
 from tyxe.autocast import full_precision
 from tyxe.curvature import Linearization
-from tyxe.curvature.gradients import OuterProductGradients, PointGradients
+from tyxe.curvature.gradients import OuterProductGradients, PointGradients, dense_gradients
 from tyxe.curvature.output_covariance import one_hot
 from tyxe.data import Targets
 from tyxe.likelihoods import Likelihood, output_hessian_sqrt
@@ -114,7 +114,7 @@ def _part(rows: list[PointGradients], sd: Tensor) -> Part:
         by_input = sd.view(-1, a.shape[-1])
         if bool((by_input == by_input[0]).all()):
             return Part(torch.stack([row.g[:, 0, 0] for row in products], 1), a * by_input[0])
-    return Part(torch.stack([row.dense() for row in rows], 1) * sd)
+    return Part(dense_gradients(rows) * sd)
 
 
 # --------------------------------------------------------------------------- given data
