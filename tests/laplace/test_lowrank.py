@@ -79,6 +79,25 @@ def test_with_more_eigenpairs_the_evidence_falls_to_that_of_the_dense_structure(
     assert variances == sorted(variances, reverse=True)
 
 
+def test_eigenvalues_with_more_equal_copies_than_a_pass_has_vectors_are_all_found():
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 8), torch.randn(30, 6)  # six copies of each, four vectors
+    likelihood, bnns = tyxe.likelihoods.HomoskedasticGaussian(30, scale=0.5), {}
+    net = nn.Linear(8, 6)
+    for rank in (6, 14, 20, 54, None):
+        options = {"structure": "lowrank", "rank": rank} if rank else {"structure": "full"}
+        bnns[rank] = laplace_bnn(net, NORMAL, likelihood, **options)
+        bnns[rank].fit_curvature([(x, y)])
+    dense = bnns.pop(None).state
+    values = torch.linalg.eigvalsh(dense.curvature.operator.to_dense()).flip(0)
+    evidences = [float(bnn.state.evidence()) for bnn in bnns.values()]
+    assert evidences == sorted(evidences, reverse=True)
+    assert evidences[-1] == pytest.approx(float(dense.evidence()))
+    for rank, bnn in bnns.items():
+        kept = bnn.state.curvature.operator.blocks["all"].factor.square().sum(0)
+        torch.testing.assert_close(kept, values[:rank], rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_whatever_the_structure_the_estimate_is_of_the_whole_evidence(structure):
     full, x, y = fitted("full", temperature=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from tyxe.errors import warn
 
+# Products of random vectors that show whether an eigenvalue larger than those known is left.
+LOOKED = 3
 # From vectors `(S, P)` to the products of a symmetric `P x P` matrix with each, `(S, P)`.
 Product = Callable[[Tensor], Tensor]
 
@@ -20,7 +23,8 @@ def largest_eigenpairs(
 
     This is block Lanczos with full orthogonalisation, restarted from the best Ritz vectors (Wu &
     Simon 2000). Ritz values are never above the eigenvalues. Of an eigenvalue with a higher
-    multiplicity than the block has vectors, some copies may be missed.
+    multiplicity than the block has vectors, the others are found from new random vectors, which
+    follow until some of them lead to nothing larger than what is known.
 
     Args:
         product: that of a matrix which is positive semi-definite up to rounding.
@@ -40,7 +44,9 @@ def largest_eigenpairs(
     room, filled = len(basis), 0
     projected = torch.zeros(room, room, dtype=torch.float64, device="cpu")
     new = _orthonormal(start, basis[:0])
-    for _ in range(50 + 5 * count // block):  # about twice as many steps as are usual
+    # Steps from the last random vectors, and the sum of the eigenvalues known before.
+    steps, known_sum = 0, -math.inf
+    for step in range(50 + 5 * count // block):  # about twice as many as are usual
         stop = filled + len(new)
         basis[filled:stop] = new
         known, image = basis[:stop], product(new)
@@ -56,16 +62,22 @@ def largest_eigenpairs(
         # What products with the basis have outside of it comes from its last block.
         outside = (rotation[filled:stop, :count].mT.to(image) @ image).norm(dim=1).to(values)
         is_close = bool((outside <= (tolerance * values[:count]).clamp_min(floor)).all())
-        found = stop >= count and is_close and float(values[count - 1]) > floor
-        if stop == size or is_rest_zero or found:
+        steps += 1
+        found = steps >= LOOKED and stop >= count and is_close and float(values[count - 1]) > floor
+        total = float(values[:count].sum())
+        is_new = total > known_sum + tolerance * float(values[count - 1 : count].sum())
+        if stop == size or is_rest_zero or (found and not is_new):
             break
         filled = stop
-        if stop == room:
-            filled = kept
-            basis[:kept] = rotation[:, :kept].mT.to(basis) @ basis
-            projected.zero_()[:kept, :kept] = values[:kept].diag_embed()
+        # A block of which only a part fits would lose what products have outside of the basis.
+        if found or (room < size and stop + block > room):
+            filled = count if found else kept
+            basis[:filled] = rotation[:, :filled].mT.to(basis) @ basis[:stop]
+            projected.zero_()[:filled, :filled] = values[:filled].diag_embed()
+        if found:
+            steps, known_sum, image = 0, total, torch.zeros_like(image)
         # Where nothing is left of a vector, a random one takes its place.
-        generator = torch.Generator(device="cpu").manual_seed(stop)
+        generator = torch.Generator(device="cpu").manual_seed(1 + step)
         other = torch.randn(image.shape, generator=generator, device="cpu").to(image)
         mixed = image + floor / size**0.5 * other
         new = _orthonormal(mixed[: room - filled], basis[:filled])
