@@ -17,14 +17,14 @@ class BoTorchBNN(EnsembleModel):
     Its posterior has one sample for each draw of the weights: the targets' means at that draw. All
     calls use the same draws, so an acquisition function is smooth in the candidates and can be
     maximised by gradients. Candidates are converted to the net's dtype and device, and samples
-    back. After another fit of the BNN the model goes on with the new posterior.
+    back. After another fit of the BNN the model uses the new posterior.
 
     Args:
-        bnn: a BNN of real numbers or counts, with any wrapper but `DropoutBNN`, whose masks depend
-            on the number of candidates. BoTorch maximises: fit to `-y` to find a minimum.
+        bnn: a BNN of real numbers or counts, with any wrapper except `DropoutBNN`, whose masks
+            depend on the number of candidates. BoTorch maximises: fit to `-y` to find a minimum.
         num_draws: number of draws; for an ensemble, of each member.
         num_outputs: number of targets.
-        seed: of the draws.
+        seed: the seed of the draws.
         options: those of `bnn.predict`, such as `predictive="glm"`.
 
     Raises:

@@ -73,7 +73,7 @@ class Diagonal(_WithEntries):
         entries: its diagonal, `(P,)`, not negative.
 
     Raises:
-        ValueError: it is no vector, not finite, or has negative elements.
+        ValueError: it is not a vector, not finite, or has negative elements.
 
     Example:
         >>> precision = Diagonal(torch.tensor([0.0, 3.0])).add_diagonal(1.0)
