@@ -210,6 +210,20 @@ def test_it_follows_prior_and_weights():
     )
 
 
+def test_the_net_in_half_precision_is_another_one():
+    bnn, x, y = made()
+    bnn, x = bnn.float(), x.float()
+    bnn.fit_curvature([(x, y)])
+    bnn.fit_gp([(x, y)])
+    with torch.autocast("cpu", torch.bfloat16):
+        half = bnn.predict(x, predictive="gp", link="probit")
+    found = bnn.predict(x, predictive="gp", link="probit")
+    bnn.fit_gp([(x, y)])
+    assert torch.equal(found, bnn.predict(x, predictive="gp", link="probit"))
+    assert not torch.equal(found, half)
+    torch.testing.assert_close(half, found, rtol=0.05, atol=0.05)
+
+
 def test_outputs_are_sampled_on_request():
     bnn, x, y = made(structure="diag")
     bnn.fit_curvature([(x, y)])

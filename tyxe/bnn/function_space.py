@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.autocast import full_precision
+from tyxe.autocast import dtype_of_maps, full_precision
 from tyxe.bnn.batches import collect, device_for, on_device, split_rows, take_rows
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting
@@ -60,7 +60,7 @@ class GPOnSubset(nn.Module):
             inputs, targets = take_rows(inputs, chosen), targets[chosen.to(targets.device)]
         self.inputs, self.targets, self.factor = inputs, targets, factor
         self.weight = float(likelihood.count(targets))
-        self._of: tuple[LaplaceState, float, GPPredictive] | None = None
+        self._of: tuple[LaplaceState, Any, GPPredictive] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPOnSubset:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -69,10 +69,11 @@ class GPOnSubset(nn.Module):
 
     def outputs(self, bnn: SupervisedBNN, state: LaplaceState, inputs: Inputs) -> Gaussian:
         """Return mean and covariance of a batch's outputs, `(n, ...)` and `(n, ..., C, C)`."""
-        size = bnn.likelihood.dataset_size
+        # Inside of autocast the net is another one.
+        others = bnn.likelihood.dataset_size, dtype_of_maps(bnn._like)
         # States are immutable, so identity tells them apart.
-        if self._of is None or self._of[0] is not state or self._of[1] != size:
-            self._of = state, size, self._process(bnn, state)
+        if self._of is None or self._of[0] is not state or self._of[1] != others:
+            self._of = state, others, self._process(bnn, state)
         linear = bnn._linearize(inputs, torch.is_grad_enabled())
         outputs = linear.result(linear.outputs)
         covariance = outputs.new_zeros(0, *2 * [outputs.shape[1:].numel()])
