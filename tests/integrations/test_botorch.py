@@ -30,10 +30,10 @@ def mean_field(likelihood=NOISE, outputs=1):
     return tyxe.VariationalBNN(net(outputs), NORMAL, likelihood, AutoNormal)
 
 
-def laplace(steps=1):
+def laplace(steps=1, dtype=torch.float32):
     torch.manual_seed(0)
-    x = torch.rand(200, 2) * 2 - 1
-    bnn = tyxe.LaplaceBNN(net(), NORMAL, NOISE)
+    x = torch.rand(200, 2, dtype=dtype) * 2 - 1
+    bnn = tyxe.LaplaceBNN(net().to(dtype), NORMAL, NOISE)
     bnn.fit([(x, -(x - 0.4).square().sum(-1, keepdim=True))], ADAM, steps, progress=False)
     return bnn
 
@@ -89,10 +89,11 @@ ACQUISITIONS = {
 
 @pytest.mark.parametrize("make", ACQUISITIONS.values(), ids=ACQUISITIONS)
 def test_an_acquisition_is_maximised_by_gradients(make):
-    acquisition = make(BoTorchBNN(laplace(300), num_draws=32))
+    acquisition = make(BoTorchBNN(laplace(300, torch.float64), num_draws=32))
     best, value = optimize_acqf(acquisition, BOUNDS, q=1, num_restarts=5, raw_samples=32)
     grid = torch.cartesian_prod(*torch.linspace(-1, 1, 21, dtype=torch.float64).expand(2, -1))
     assert value >= acquisition(grid.unsqueeze(1)).max() - 1e-3
+    assert torch.autograd.gradcheck(acquisition, grid[:3].unsqueeze(1).requires_grad_())
     if make is PosteriorMean:
         assert (best - 0.4).norm() < 0.2  # where the data have their maximum
 

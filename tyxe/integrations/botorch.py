@@ -17,7 +17,8 @@ class BoTorchBNN(EnsembleModel):
     Its posterior has one sample for each draw of the weights: the targets' means at that draw. All
     calls use the same draws, so an acquisition function is smooth in the candidates and can be
     maximised by gradients. Candidates are converted to the net's dtype and device, and samples
-    back. After another fit of the BNN the model uses the new posterior.
+    back. Prefer float64, in which line searches see no rounding. After another fit of the BNN the
+    model uses the new posterior.
 
     Args:
         bnn: a BNN of real numbers or counts, with any wrapper except `DropoutBNN`, whose masks
