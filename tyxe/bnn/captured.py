@@ -220,6 +220,6 @@ def _options_of(optimizer: Optimizer) -> Any:
 
 
 def _tensors_of(step: CompiledStep, optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors that a graph reads and writes, beside its own."""
+    """Return the tensors that a graph reads and writes, besides its own."""
     state = (t for own in optimizer.state.values() for t in own.values() if isinstance(t, Tensor))
     return [*step.held, *state]

@@ -55,7 +55,7 @@ def fingerprint(
     autocast: torch.dtype | None,
     modes: Mapping[nn.Module, bool] | None,
 ) -> Any:
-    """Return what a program of an objective depends on beside the tensors that it is given.
+    """Return what a program of an objective depends on besides the tensors that it is given.
 
     These are parameters and buffers, of which it has shapes, types and where two are one. Of other
     tensors it has the object and its version.

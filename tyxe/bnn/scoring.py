@@ -1,6 +1,6 @@
 """What is computed of predictions: scores of points, and intervals.
 
-`predicted` is the one way to predictions beside their targets, for all that compares them.
+All that compares predictions with their targets gets them from `predicted`.
 """
 
 from __future__ import annotations

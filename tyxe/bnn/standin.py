@@ -33,7 +33,7 @@ Tensors = Mapping[int, Tensor]
 # Of parts of a net: whether they are in train mode.
 Modes = Mapping[nn.Module, bool]
 
-# A module has these beside its other attributes, and a stand-in's modules have their own.
+# A module has these besides its other attributes, and a stand-in's modules have their own.
 _TREE = ("_parameters", "_modules", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What a copy shares, whatever it refers to.
@@ -56,7 +56,7 @@ _ATOMIC = (
 class Outline:
     """What stand-ins of a net need to know of it.
 
-    Parts of a net may reach each other by attributes, beside the tree of submodules: by a list of
+    Parts of a net may reach each other by attributes, outside the tree of submodules: by a list of
     layers, a stored bound method, the flat weights of a recurrent layer or a hook. A copy of the
     parts alone would leave these with the originals, so that they are copied as well.
     """

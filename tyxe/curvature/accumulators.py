@@ -318,8 +318,8 @@ class KroneckerAccumulator(Accumulator):
 def _of_positions(targets: Targets, like: Tensor) -> Tensor | None:
     """Return how often positions count, `(n, R)`; None for once each.
 
-    Where a map has as many positions as the targets have numbers, what is left out of these is left
-    out there; elsewhere each position counts as what is left of its point does on average.
+    Where a map has as many positions as the targets have numbers, the targets' mask and weights are
+    those of the positions. Elsewhere a position gets the mean count of the numbers its point keeps.
     """
     points, mask = targets.counts(), targets.mask
     if points is None:

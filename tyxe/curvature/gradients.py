@@ -132,7 +132,7 @@ def dense_gradients(rows: Sequence[PointGradients], points: slice | Tensor = ALL
 def squared_sums(cotangents: Sequence[OuterProductGradients]) -> Tensor:
     """Return the sum of `squared_sum` over some cotangents of one block without groups, `(P,)`.
 
-    Where they are many beside the positions, it is by pairs `r, r'` of these,
+    Where they are many for few positions, it is by pairs `r, r'` of these,
     `sum_nrr' (sum_s g_snro g_snr'o) a_nri a_nr'i`, without the gradients of a point.
     """
     first, count = cotangents[0], len(cotangents)

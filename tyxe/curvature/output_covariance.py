@@ -176,7 +176,7 @@ def _whole_covariance(rows: list[Gradients], precision: Operator, points: Tensor
 def _low_rank_covariance(rows: list[Gradients], precision: LowRank, sizes: Sequence[int]) -> Tensor:
     """Return the covariance by `D + U U^T`, from products of one block's gradients at a time.
 
-    It is a difference. Where this is small beside its terms, as in a point whose gradients `U`
+    It is a difference. Where it is far below its terms, as in a point whose gradients `U`
     explains, the Jacobian of the point is formed, whose rounding is smaller.
     """
     parts = zip(rows[0], *(x.split(sizes) for x in precision.relative()), strict=True)

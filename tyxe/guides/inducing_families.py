@@ -255,7 +255,7 @@ class Turn:
 
 
 class EnsembleU(FamilyU):
-    """Equally likely points `(K, M_r, M_c)`; draws take them in turn, and the KL is left out."""
+    """Equally likely points `(K, M_r, M_c)`; draws go through them, and the KL is left out."""
 
     def __init__(self, members: Tensor, turn: Turn | None = None) -> None:
         self.members = members

@@ -83,7 +83,7 @@ _AUXILIARY = "_unconstrained"
 
 
 def _kept_apart(module: Callable[..., Any]) -> dict[str, str]:
-    """Return other names for sites that could be no attributes of a module beside the others.
+    """Return other names for sites that cannot be attributes of a module with the others.
 
     Autoguides keep a parameter `weight`, and that of a site `weight.scale` would be an attribute of
     it.

@@ -185,7 +185,7 @@ def _warn_of_copy(old: Gaussian, new: Gaussian, loc: Tensor) -> None:
 
 
 def warn_of_rounding(state: LaplaceState, rank: int) -> None:
-    """Warn where eigenvalues below a low-rank curvature's rounding matter beside the prior."""
+    """Warn where eigenvalues below a low-rank curvature's rounding matter next to the prior."""
     operator = state.curvature.operator.blocks.get("all")
     if not isinstance(operator, LowRank):
         return

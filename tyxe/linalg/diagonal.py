@@ -162,7 +162,7 @@ class LowRank(_WithEntries):
 
     @factorization
     def _v(self) -> Tensor:
-        # Products with a part of a vector want its elements beside each other in memory.
+        # Products with a part of a vector want its elements next to each other in memory.
         return (self.factor.mT.contiguous() / self._root).mT
 
     @factorization

@@ -77,7 +77,7 @@ class flipout(LinearMapMessenger):
         channel = tensor.dim() - 1 - event.spatial_dims
         shape[channel] = tensor.shape[channel]
         if event.points is not None and tensor.dim() == 2:
-            # Rows are positions of the points in turn.
+            # Rows are positions, one point after another.
             shape[0] = event.points
             signs = _random_signs(shape, tensor.dtype, tensor.device)
             return signs.repeat(len(tensor) // event.points, 1) if event.points else signs

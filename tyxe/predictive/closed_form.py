@@ -15,7 +15,7 @@ from tyxe.predictive.gaussian import LinkOptions, predict_from_gaussian
 
 
 class _WithInputs(nn.Linear):
-    """A linear layer that returns what it was given beside its outputs."""
+    """A linear layer that returns its inputs next to its outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([x, super().forward(x)], -1)

@@ -151,7 +151,7 @@ class OutputIterate(Iterate):
 
     @cached_property
     def root(self) -> Tensor:
-        """`R`, `(N R, C, s)`, without the columns that are negligible beside the prior."""
+        """`R`, `(N R, C, s)`, without the columns that are negligible next to the prior."""
         blocks = self.hessians.flatten(0, 1)
         if blocks.shape[-1] == 1:
             return blocks.sqrt()
