@@ -119,6 +119,17 @@ def test_parts_of_a_joint_likelihood_are_logged(tmp_path):
     assert expected | {"val_error_kind", "val_error_size"} <= own.callback_metrics.keys()
 
 
+def test_metrics_of_batches_count_by_their_weights(tmp_path):
+    # Of fractions, and of a batch of which nothing counts.
+    weights = torch.tensor([0.01, 0.0, 0.4, 3.0]).repeat_interleave(10)
+    data = DataLoader(TensorDataset(X, Y, weights), 10)
+    module = LightningBNN(variational(), ADAM, num_predictions=0)
+    (found,) = trainer(tmp_path).validate(module, data, verbose=False)
+    error, log_likelihood = module.bnn.evaluate(data, num_predictions=0, reduction="mean")
+    assert found["val_log_likelihood"] == pytest.approx(float(log_likelihood))
+    assert found["val_error"] == pytest.approx(float(error))
+
+
 def test_a_checkpoint_goes_on_as_if_nothing_had_stopped(tmp_path):
     # Lightning leaves random generators as they are, but opens a loader twice before 2.5.3.
     # A loader draws a seed each time: here from a generator of its own.

@@ -111,18 +111,20 @@ class LightningBNN(lightning.LightningModule):
 
     def _judge(self, stage: str, batch: Any) -> None:
         scored = self.trainable.score_batch(batch, "sum")
-        if points := float(scored.weights.sum()):  # a batch may be masked as a whole
-            for name in ("error", "log_likelihood"):
-                found = getattr(scored, name)
-                named = found if isinstance(found, Mapping) else {"": found}
-                means = {f"{name}_{n}".strip("_"): sums / points for n, sums in named.items()}
-                self._log(stage, means, points)
+        points = float(scored.weights.sum())
+        for name in ("error", "log_likelihood"):
+            found = getattr(scored, name)
+            named = found if isinstance(found, Mapping) else {"": found}
+            means = {f"{name}_{n}".strip("_"): sums / (points or 1.0) for n, sums in named.items()}
+            self._log(stage, means, points)
 
     def _log(self, stage: str, found: Mapping[str, Any], points: Any) -> None:
+        if not (count := float(points)):  # a batch may be masked as a whole
+            return
         named = {f"{stage}_{name}": value for name, value in found.items()}
         self.log_dict(
             named,
-            batch_size=max(round(float(points)), 1),
+            batch_size=count,  # type: ignore[arg-type]  # by which means are weighted
             sync_dist=stage != "train",
             on_epoch=True,
         )
