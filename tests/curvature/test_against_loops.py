@@ -28,6 +28,15 @@ def twice():
     return NetOf(lambda net, x: net.layer(net.layer(x).tanh()), layer=nn.Linear(3, 3))
 
 
+def branch():
+    """One of two layers, by the inputs, which torch.vmap does not take."""
+    return NetOf(
+        lambda net, x: net.taken(x) if x.isfinite().all() else net.other(x),
+        taken=nn.Linear(3, 2),
+        other=nn.Linear(3, 2),
+    )
+
+
 def conv(*layers):
     return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
 
@@ -48,6 +57,7 @@ NETS = {
         lambda: nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2)),
         (5, 3),
     ),
+    "branch": (branch, (5, 3)),
     "conv1d": (lambda: conv(nn.Conv1d(2, 3, 3, stride=2, padding=1)), (3, 2, 7)),
     "conv2d": (lambda: conv(nn.Conv2d(2, 3, 2, dilation=2)), (3, 2, 4, 4)),
     "grouped": (lambda: conv(nn.Conv2d(4, 6, 2, groups=2)), (3, 4, 3, 3)),

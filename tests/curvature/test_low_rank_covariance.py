@@ -31,7 +31,7 @@ def expected(rows, precision, shape):
     return found.reshape(*shape[:-1], *found.shape[-2:]) if len(shape) > 1 else found[:, 0]
 
 
-@pytest.mark.parametrize("rank", [2, 30])
+@pytest.mark.parametrize("rank", [0, 2, 30])
 @pytest.mark.parametrize("kind", ["of sites", "of weights"])
 @pytest.mark.parametrize("name", NETS)
 def test_of_any_net_it_is_that_of_the_dense_jacobian(name, kind, rank):

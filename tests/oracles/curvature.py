@@ -52,7 +52,8 @@ def dense_jacobian(bnn, values, x, blocks):
         outputs = bnn._run_net(at, x[n : n + 1]).flatten()
         each = []
         for output in outputs:
-            grads = torch.autograd.grad(output, list(at.values()), retain_graph=True)
+            how = {"retain_graph": True, "materialize_grads": True}
+            grads = torch.autograd.grad(output, list(at.values()), **how)
             each.append(blocks.flatten(dict(zip(at, grads, strict=True))))
         rows.append(torch.stack(each))
     return torch.stack(rows)

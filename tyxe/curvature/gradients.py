@@ -213,6 +213,8 @@ def gradients_by_name(
     **how: bool,
 ) -> dict[str, Tensor]:
     """Return gradients of the sum of products with cotangents; zeros where there are none."""
+    if not any(output.requires_grad for output in of):  # of another branch of the net
+        return {name: torch.zeros_like(value) for name, value in at.items()}
     found = torch.autograd.grad(of, [*at.values()], cotangents, materialize_grads=True, **how)
     return dict(zip(at, found, strict=True))
 

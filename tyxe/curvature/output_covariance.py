@@ -219,7 +219,7 @@ def _is_shorter_by_positions(rows: list[OuterProductGradients], root: Tensor, ke
     # Products that form gradients of few positions take longer than others.
     others = 1.5 * classes * (positions + classes + kept)
     block, by_output = rows[0].inputs.block, root.view(groups * outputs, -1)
-    if groups > 1 or block.weight is None or positions * kept >= others:
+    if groups > 1 or block.weight is None or not 0 < positions * kept < others:
         return False
     parts = (by_output[:, block.columns_of(site)] for site in block.sites)
     return all(bool((part == part[0, 0]).all()) for part in parts)
