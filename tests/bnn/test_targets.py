@@ -207,13 +207,14 @@ def test_probabilities_count_by_the_weights_of_classes(pixels):
     torch.testing.assert_close(bnn.evaluate(x, q)[1], plainly)
 
 
+@pytest.mark.parametrize("first", [1.0, 0.0])
 @pytest.mark.parametrize("shape", [(N,), (N, 1), (N, 3)])
-def test_the_weight_of_positives_is_that_of_torch(shape):
+def test_the_weight_of_positives_is_that_of_torch(shape, first):
     x, y = torch.randn(N, 2), (torch.rand(shape) < 0.3).double()
     size = shape[1] if len(shape) > 1 else 1
     net = nn.Linear(2, size)
     inner = net if len(shape) > 1 else nn.Sequential(net, nn.Flatten(0))
-    weight = torch.arange(1.0, 4.0) if size == 3 else torch.tensor(5.0)
+    weight = torch.arange(first, first + 3) if size == 3 else torch.tensor(5.0 * first)
     logits = inner(x).detach()
     loss = nn.functional.binary_cross_entropy_with_logits
     right = -loss(logits, y, pos_weight=weight, reduction="sum")

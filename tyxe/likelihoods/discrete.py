@@ -273,7 +273,9 @@ class Bernoulli(Likelihood):
         if self.pos_weight is None:
             return targets
         given = Targets.of(targets)
+        # A weight of 0 leaves out no point, since all count for `dataset_size`.
         weight = self.pos_weight.to(given.device)
+        weight = weight.clamp_min(torch.finfo(weight.dtype).tiny)
         each = weight.where(given.values > 0.5, weight.new_ones(()))
         return given.masked(each)
 
