@@ -52,6 +52,16 @@ def peer(module: str, name: str) -> str | None:
     return None
 
 
+def laplace_torch() -> tuple[Any, str] | None:
+    """Return the peer laplace-torch and its version, or None where it is not installed."""
+    if (version := peer("curvlinops", "laplace-torch")) is None:
+        return None
+    # A script here has the name of the package.
+    package = Path(str(importlib.metadata.distribution("laplace-torch").locate_file("")))
+    sys.path.insert(0, str(package))
+    return importlib.import_module("laplace"), version
+
+
 @dataclass(frozen=True)
 class Contestant:
     """One way of doing the case's work.

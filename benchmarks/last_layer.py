@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pyro.distributions as dist
 import torch
-from _harness import Case, Contestant, peer, run
+from _harness import Case, Contestant, laplace_torch, run
 from _nets import images, resnet18
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -82,11 +78,9 @@ def of_laplace(net: nn.Module, layer: nn.Module, x: Tensor, count: int) -> list[
         bnn.predict(x, num_predictions=count, predictive="bnn")
 
     found = [Contestant("Laplace by draws, ours", predict, "ours")]
-    if (version := peer("curvlinops", "laplace-torch")) is not None:
-        # Of the last layer, Kronecker-factored. A script here has the name of the package.
-        package = Path(str(importlib.metadata.distribution("laplace-torch").locate_file("")))
-        sys.path.insert(0, str(package))
-        theirs = importlib.import_module("laplace").Laplace(net, "classification")
+    if (known := laplace_torch()) is not None:
+        package, version = known
+        theirs = package.Laplace(net, "classification")  # of the last layer, Kronecker-factored
         theirs.fit(DataLoader(TensorDataset(*batch), len(x)))
 
         def by_peer() -> None:

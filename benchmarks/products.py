@@ -8,10 +8,11 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from _harness import Case, Contestant, run
-from _nets import images, resnet18
+from _harness import Case, Contestant, laplace_torch, run
+from _nets import images, mlp, resnet18, vectors
 from gpu_laplace import Batches, epoch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
 from tyxe.curvature import CurvatureProducts
@@ -130,6 +131,32 @@ def subnetwork_case(smoke_test: bool) -> Case:
     return Case("subnetwork", title, "pass", 3, found, False)
 
 
+def peer_case(smoke_test: bool) -> Case:
+    """Return curvatures of single weights of an MLP, ours and laplace-torch's."""
+    net, batches = mlp(smoke_test).eval(), [vectors(5 if smoke_test else 64, smoke_test)]
+    count = 5 if smoke_test else WEIGHTS
+    found = [Contestant("a gradient", functools.partial(epoch, net, batches), "plain")]
+    known = laplace_torch()
+    loader = DataLoader(TensorDataset(*batches[0]), len(batches[0][1]))
+    places = torch.arange(sum(p.numel() for p in net.parameters()))
+    drawn = places[torch.randperm(len(places))[:count]].sort().values
+    chosen = {"last": places[-count:], "random": drawn}
+    for name, by in {"the last layer": "last", "all layers": "random"}.items():
+        prior = tyxe.priors.SubnetworkPrior(NORMAL, count, by=by)
+        bnn = laplace(net, batches, prior, structure="full")
+        take = functools.partial(bnn.fit_curvature, batches, progress=False)
+        found.append(Contestant(f"{count} weights of {name}, ours", take, "ours"))
+        if known is not None:
+            package, version = known
+            theirs = package.Laplace(
+                net, "classification", "subnetwork", "full", subnetwork_indices=chosen[by]
+            )
+            take = functools.partial(theirs.fit, loader)
+            found.append(Contestant(f"{count} weights of {name}, {version}", take, "laplace-torch"))
+    title = f"MLP 784-400-400-10, exact curvature, {len(batches[0][1])} rows"
+    return Case("subnetwork_peer", title, "pass", 5, found, False)
+
+
 if __name__ == "__main__":
     run(
         "Seconds of products with a curvature, of its largest eigenpairs, and of that of some "
@@ -139,5 +166,6 @@ if __name__ == "__main__":
             "lowrank": low_rank_case,
             "linearised": linearised_case,
             "subnetwork": subnetwork_case,
+            "subnetwork_peer": peer_case,
         },
     )

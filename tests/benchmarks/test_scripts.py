@@ -25,7 +25,7 @@ CASES = {
     "compile": ["mlp"],
     "processes": ["step"],
     "large_laplace": ["head", "resnet50", "vit"],
-    "products": ["product", "lowrank", "linearised", "subnetwork"],
+    "products": ["product", "lowrank", "linearised", "subnetwork", "subnetwork_peer"],
     "scaling": ["step", "prediction", "kron", "diag", "evidence", "glm"],
     "laplace": ["curvature", "evidence", "predictive"],
     "linear_maps": ["gpt-2-step", "bert-step", "kron"],
