@@ -195,6 +195,16 @@ def test_functional_gradients():
     close(gradient, precision.add_diagonal(0.5).inverse_diagonal().sum())
 
 
+def test_another_factor_has_its_derivative_in_forward_mode_too():
+    product, factor, slope = OPERATORS["Kronecker"](), gram(3), gram(3)
+
+    def logdet(c):
+        return product.with_out_factor(factor + c * slope).logdet()
+
+    zero = torch.tensor(0.0, dtype=torch.float64)
+    close(torch.func.jacfwd(logdet)(zero), torch.func.grad(logdet)(zero))
+
+
 def test_gradients_run_into_the_vectors_too():
     precision = OPERATORS["BlockDiagonal"]()
     x = tensor(2, precision.size).requires_grad_()

@@ -204,8 +204,7 @@ class Kronecker(Operator):
             tensor([30., 30.])
         """
         check_symmetric(out_factor, "the output factor")
-        with torch.no_grad():
-            values, basis = clipped_eigh(out_factor, "the output factor")
+        values, basis = clipped_eigh(out_factor.detach(), "the output factor")
         # Where eigenvalues repeat, any basis gives the derivatives of their symmetric functions.
         slopes = (basis * (out_factor @ basis)).sum(0)
         return self._like(out_basis=basis, out_eigenvalues=values + slopes - slopes.detach())
