@@ -154,6 +154,46 @@ def test_scales_that_are_stuck():
     assert "gradient over its noise, scale" in found
 
 
+def test_scales_that_are_not_trained():
+    bnn = variational(200, init_scale=1e-4, train_scale=False)
+    assert verdicts(report_of(bnn))["gradient over its noise, scale"] == "fail"
+
+
+@pytest.mark.parametrize("kind", ["ml", "laplace"])
+def test_units_that_are_never_active(kind):
+    torch.manual_seed(0)
+    relu = nn.Sequential(nn.Linear(1, 16), nn.ReLU(), nn.Linear(16, 1))
+    with torch.no_grad():
+        relu[0].bias[1:] -= 50
+    nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+    bnn = tyxe.VariationalBNN(relu, nothing, gaussian())
+    if kind == "laplace":
+        bnn = tyxe.LaplaceBNN(relu, NORMAL, gaussian())
+        bnn.fit_curvature([TRAIN])
+    line = report_of(bnn)["share of units that no data reach"]
+    assert (line.value, line.verdict, line.where) == (15 / 16, "fail", "0.weight")
+
+
+def test_a_net_that_cannot_get_away_from_where_it_is():
+    x, y = classes(300, 0)
+    stuck = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+    nn.init.constant_(stuck[0].bias, -50.0)
+    nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+    bnn = tyxe.VariationalBNN(stuck, nothing, likelihoods.Categorical(300))
+    line = diagnose(bnn, [(x, y)], [classes(600, 2)])["error above that of a plain fit"]
+    assert line.verdict == "fail"
+    assert "reset_parameters_" in line.remedy
+
+
+def test_held_out_data_from_elsewhere():
+    name = "spread of held-out inputs over that of training ones"
+    x, y = HELD_OUT
+    for shift, verdict in ((0.0, "ok"), (2.0, "warn"), (10.0, "fail")):
+        report = diagnose(variational(2), [TRAIN], [(x + shift, y)], num_predictions=2)
+        assert report[name].verdict == verdict
+    assert report[name].value == pytest.approx(10 / (4 / 3) ** 0.5, rel=0.05)
+
+
 def test_too_few_epochs():
     bnn = mean_field(net(), gaussian())
     assert verdicts(report_of(bnn))["gradient over its noise, loc"] == "fail"
@@ -205,6 +245,12 @@ def test_the_prior_of_the_mode():
     assert second[name].value == pytest.approx(1e-4, rel=0.05)
     assert second[name].verdict == "warn"
     assert second["gradient at the mode over its noise"].verdict == "ok"
+    # Data may choose one that is far from the decay.
+    bnn._set_prior_numbers({"": torch.tensor(1e6)})
+    third = diagnose(bnn, [TRAIN], [HELD_OUT])
+    assert third[name].value == pytest.approx(1e-6, rel=0.05)
+    assert not third[name].is_judged
+    assert not third["share of eigenvalues below the prior's"].is_judged
 
 
 def test_a_chain_that_never_moved():
@@ -362,6 +408,14 @@ def test_an_ensembles_members_are_told_apart():
     slopes = report["gradient over its noise, deterministic"]
     assert slopes.where == "member 1"
     assert slopes.parts["member 1"] == slopes.value > slopes.parts["member 0"]
+
+
+def test_members_that_are_all_the_same():
+    bnn, name = ensemble(), "spread of outputs over members, over that of points"
+    assert report_of(bnn)[name].verdict == "ok"
+    for member in bnn.members[1:]:
+        member.load_state_dict(bnn.members[0].state_dict())
+    assert report_of(bnn)[name].verdict == "fail"
 
 
 # --------------------------------------------------------------------------------- numbers, report

@@ -78,6 +78,8 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         True
     """
 
+    _chosen_prior: Any = None  # the last that data chose
+
     def fit(
         self,
         data_loader: Iterable[Any],
@@ -342,6 +344,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             for site, loc in prior.unflatten(prior.loc).items()
         }
         self.update_prior(DictPrior(normals))
+        self._chosen_prior = self.state.prior
 
     def _held_out(self, precision: float, batches: list[Any], predictive: str | None) -> float:
         """Return the log-likelihood of held-out data, with the same random numbers each time."""

@@ -15,6 +15,7 @@ from tyxe.data import Unpack
 from tyxe.diagnostics import held_out as of_predictions
 from tyxe.diagnostics import inference
 from tyxe.diagnostics.case import Case, members_of
+from tyxe.diagnostics.chains import chains
 from tyxe.diagnostics.errors import errors, members
 from tyxe.diagnostics.report import Line, Report
 from tyxe.rng import RandomStream
@@ -40,12 +41,13 @@ def diagnose(
     For all BNNs: points against `dataset_size`; training against held-out data; calibration against
     that of data drawn from the predictions; how many draws are needed; predictions that depend on
     their batch, or on outdated norm statistics; errors compared with those at the posterior's
-    centre and of a plain fit; inputs that are not standardised; sites that the net does not use.
-    For ensembles: members that differ from the others. For guides: KL against data, the gradient of
-    the ELBO against its noise, scales and units that have collapsed or have not moved, k-hat of
-    small sites. For `LaplaceBNN`: the gradient at the mode, its prior, eigenvalues. For chains:
-    R-hat and effective samples of outputs and log joint, divergences, energy. The BNN is not
-    changed, and the random generators are restored.
+    centre and of a plain fit; inputs that are not standardised, or in held-out data unlike those of
+    training; sites that the net does not use; units that no data reach. For ensembles: members that
+    differ from the others, or are all the same. For guides: KL against data, the gradient of the
+    ELBO against its noise, scales and units that have collapsed or have not moved, k-hat of small
+    sites. For `LaplaceBNN`: the gradient at the mode, its prior, eigenvalues. For chains: R-hat and
+    effective samples of outputs and log joint, divergences, energy. The BNN is not changed, and the
+    random generators are restored.
 
     Log-likelihoods are means over points, in nats. The "noise" of a gradient is its standard
     deviation over data sets of this size; at 1 the optimum is about one posterior standard
@@ -102,7 +104,7 @@ def _of_members(case: Case) -> list[Line]:
     found: dict[str, dict[str, Line]] = {}
     for index, member in enumerate(members_of(case.bnn)):
         one = dataclasses.replace(case, bnn=member)
-        for look in inference.CHECKS:
+        for look in (*inference.CHECKS, chains):
             for line in look(one):
                 found.setdefault(line.name, {})[f"member {index}"] = line
     if len(members_of(case.bnn)) == 1:

@@ -14,15 +14,18 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoDelta
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tyxe.bnn import EnsembleBNN, VariationalBNN
 from tyxe.data import Picking
 from tyxe.diagnostics.case import Case, log_likelihoods, members_of
 from tyxe.diagnostics.inference import has_spread, slope
-from tyxe.diagnostics.report import Line, below
+from tyxe.diagnostics.report import Line, above, below
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import Categorical
 from tyxe.priors import IIDPrior
+from tyxe.util import reset_parameters_
 
 # Steps of a plain fit, those between looks at held-out data, and points times weights up to which
 # it is made.
@@ -31,6 +34,14 @@ STEPS, LOOK_EVERY, CHEAP = 300, 10, 10**7
 SMALL = 0.03
 # Nats per point of the weighted KL that leave a fit free to follow the data.
 LIGHT = 0.1
+# Share of the error without inputs, from which on a plain fit has learned nothing.
+USELESS = 0.9
+# Spread of outputs over members, as a share of that over points: well, and tolerable.
+DIFFERENT, HARDLY = 1e-3, 1e-5
+STUCK = (
+    "a net that starts anew fits these data better, and this one has got stuck: start with "
+    "tyxe.util.reset_parameters_(net) and a lower rate, and look for units that are never active"
+)
 TOO_WIDE = (
     "draws are worse than the net at the posterior's centre: predict with more of them, narrow the "
     "posterior (max_guide_scale, a narrower prior, optimize_prior_precision(loader=held_out)), or "
@@ -48,8 +59,22 @@ def errors(case: Case) -> Iterator[Line]:
     yield _beside(case, "that at the centre", found, centre, lambda: TOO_WIDE)
     plain = _plain_fit(case) if case.plain is None else case.plain
     if plain is not None:
-        other = _error(case, plain, **case.options)
-        yield _beside(case, "that of a plain fit", found, other, lambda: _underfit(case))
+        other, is_stuck = _error(case, plain, **case.options), False
+        assert other is not None
+        if case.plain is None and other > USELESS * _error_of_constant(case):
+            # A net that is stuck at the centre, such as at units of which none is active.
+            anew = _plain_fit(case, anew=True)
+            again = other if anew is None else _error(case, anew, **case.options)
+            assert again is not None
+            if again < other:
+                other, is_stuck = again, True
+        yield _beside(
+            case,
+            "that of a plain fit",
+            found,
+            other,
+            lambda: STUCK if is_stuck else _underfit(case),
+        )
 
 
 def members(case: Case) -> Iterator[Line]:
@@ -70,6 +95,19 @@ def members(case: Case) -> Iterator[Line]:
         below(2.0),
         "this member fits worse than the others: fit it again, or leave it out",
     )
+    inputs = case.held_out[0][0]
+    each = [tree_leaves(m.predict(inputs, num_predictions=0))[0] for m in members_of(case.bnn)]
+    outputs = torch.stack(each).double()
+    if len(outputs) > 1 and len(outputs[0]) > 1:
+        apart, wide = outputs.var(0).mean().sqrt(), outputs.mean(0).var(0).mean().sqrt()
+        yield Line(
+            "spread of outputs over members, over that of points",
+            float(apart / wide.clamp_min(1e-12)),
+            above(DIFFERENT),
+            above(HARDLY),
+            "members say the same: make_member has to start each anew, by "
+            "tyxe.util.reset_parameters_(net)",
+        )
 
 
 def _is_of_classes(case: Case) -> bool:
@@ -115,16 +153,32 @@ def _spread(case: Case) -> float:
     return float(torch.cat(targets).double().flatten(1).std(0).square().mean().sqrt())
 
 
-def _plain_fit(case: Case) -> VariationalBNN | None:
-    """Fit the net from the posterior's centre, without a prior; None where that takes long."""
+def _error_of_constant(case: Case) -> float:
+    """Return the error of the best prediction without inputs; infinite where that is not known."""
+    if not _is_of_classes(case):
+        return _spread(case)
+    if case.predicted.kind != "classes":
+        return math.inf
+    _, y, weights = case.predicted.classes()
+    counts = torch.bincount(y, weights)
+    return 1 - float(counts.max() / counts.sum())
+
+
+def _plain_fit(case: Case, anew: bool = False) -> VariationalBNN | None:
+    """Fit the net without a prior, from the posterior's centre or anew; None where it cannot be.
+
+    That is where it takes long, and where a net cannot be initialised anew.
+    """
     bnn = members_of(case.bnn)[0]
     points = math.ceil(sum(float(case.likelihood.count(targets)) for _, targets in case.to_fit))
     if points * sum(p.numel() for p in bnn.net.parameters()) > CHEAP:
         return None
     with torch.no_grad():
         net = bnn._net_at(bnn._mean_values())
-    if not any(p.requires_grad for p in net.parameters()):
+    if not any(p.requires_grad for p in net.parameters()) or (anew and not _has_reset(net)):
         return None
+    if anew:
+        reset_parameters_(net)
     outputs = [hook.output for hook in net._forward_hooks.values() if isinstance(hook, Picking)]
     likelihood = copy.deepcopy(case.likelihood)
     likelihood.dataset_size = points
@@ -142,6 +196,13 @@ def _plain_fit(case: Case) -> VariationalBNN | None:
         warnings.simplefilter("ignore", TyxeWarning)
         plain.fit(batches, adam, epochs, validation=case.held_out, progress=False)
     return plain
+
+
+def _has_reset(net: nn.Module) -> bool:
+    """Whether all parameters are of modules with `reset_parameters()`, for `reset_parameters_`."""
+    modules = [m for m in net.modules() if callable(getattr(m, "reset_parameters", None))]
+    reached = {id(p) for m in modules for p in m.parameters(recurse=False)}
+    return all(id(p) in reached for p in net.parameters())
 
 
 def _underfit(case: Case) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tyxe import metrics
 from tyxe.bnn import DropoutBNN, VariationalBNN
@@ -207,4 +208,36 @@ def beside(plain: Any) -> Callable[[Case], Iterator[Line]]:
     return check
 
 
-CHECKS = (fit, calibration, batches)
+def inputs(case: Case) -> Iterator[Line]:
+    """Compare the inputs of held-out data with those of training data."""
+    seen, held_out = (_floating(each) for each in (case.to_fit, case.held_out))
+    if not seen or [x.shape[1:] for x in seen] != [x.shape[1:] for x in held_out]:
+        return  # such as graphs, or sequences of other lengths
+    means = [x.mean(0) for x in seen]
+    size, usual = (
+        sum(float((x - mean).square().mean(0).sum()) for x, mean in zip(each, means, strict=True))
+        for each in (held_out, seen)
+    )
+    if usual:
+        yield Line(
+            "spread of held-out inputs over that of training ones",
+            math.sqrt(size / usual),
+            (0.6, 1.5),
+            (0.3, 3.0),
+            "held-out data are not like training data: standardise both by the training data's "
+            "mean and standard deviation, and split after shuffling; no other line is about the "
+            "fit",
+        )
+
+
+def _floating(batches: list[Any]) -> list[Tensor]:
+    """Return the real arguments of the net, of all points, as rows; none where they cannot be."""
+    parts = [tree_leaves(inputs) for inputs, _ in batches]
+    if any(not isinstance(x, Tensor) or x.dim() < 2 for leaves in parts for x in leaves):
+        return []
+    columns = [[x.flatten(1) for x in leaves] for leaves in zip(*parts, strict=True)]
+    same = [c for c in columns if c[0].is_floating_point() and len({x.shape[1] for x in c}) == 1]
+    return [torch.cat(column).double() for column in same]
+
+
+CHECKS = (inputs, fit, calibration, batches)
