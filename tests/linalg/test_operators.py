@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from tests.contracts.operators import OPERATORS, check_operator
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank, kronecker
+from tyxe.linalg.functions import plus
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
@@ -203,6 +205,20 @@ def test_another_factor_has_its_derivative_in_forward_mode_too():
 
     zero = torch.tensor(0.0, dtype=torch.float64)
     close(torch.func.jacfwd(logdet)(zero), torch.func.grad(logdet)(zero))
+
+
+def test_each_element_of_a_diagonal_has_its_share_of_a_derivative():
+    product, d = OPERATORS["Kronecker"](), torch.full((12,), 0.5, dtype=torch.float64)
+    expected = product.add_diagonal(0.5).inverse_diagonal()
+
+    def logdet(d):
+        return plus(product, Diagonal(d)).logdet()
+
+    close(torch.func.jacfwd(logdet)(d), expected)
+    close(torch.func.grad(logdet)(d), expected)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(logdet(forward_ad.make_dual(d, expected))).tangent
+    close(found, expected.square().sum())
 
 
 def test_gradients_run_into_the_vectors_too():

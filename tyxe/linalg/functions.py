@@ -11,7 +11,7 @@ from tyxe.linalg.checks import check_same_kind, check_small, is_small
 from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum, with_term
 from tyxe.linalg.dense import Cholesky, Dense
 from tyxe.linalg.diagonal import Diagonal, LowRank
-from tyxe.linalg.kronecker import Kronecker, is_one_number
+from tyxe.linalg.kronecker import Kronecker, has_derivative, is_one_number
 
 
 def _pairs(a: Operator, b: Operator) -> dict[str, tuple[Operator, Operator]]:
@@ -47,7 +47,7 @@ def _plus_diagonal(operator: Operator, entries: Tensor) -> Operator | None:
         return operator.add_diagonal(entries)
     if isinstance(operator, Kronecker) and is_one_number(entries):
         # With gradients, each element of the diagonal has its share.
-        return operator.add_diagonal(entries if entries.requires_grad else entries[0])
+        return operator.add_diagonal(entries if has_derivative(entries) else entries[0])
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tyxe import check
 from tyxe.linalg.base import Operator, factorization
@@ -348,10 +349,16 @@ class Kronecker(Operator):
                 'structure "full" or "diag"'
             )
         number = d[0].detach()
-        if not (d.requires_grad and torch.is_grad_enabled()):
+        if not has_derivative(d):
             return number
         variances = self._add_diagonal(number).inverse_diagonal().detach()
         return number + (d - d.detach()) @ (variances / variances.sum())
+
+
+def has_derivative(d: Tensor) -> bool:
+    """Whether what is computed of a tensor may be differentiated, backward or forward."""
+    is_recorded = d.requires_grad and torch.is_grad_enabled()
+    return is_recorded or forward_ad.unpack_dual(d).tangent is not None
 
 
 def is_one_number(d: Tensor) -> bool:
