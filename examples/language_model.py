@@ -7,10 +7,12 @@ never formed. `"lowrank"` multiplies vectors by them; `"diag"` draws a label for
 (`curvature="fisher"`). With so many classes predictions are averages over draws of the factors
 (`predictive="bnn"`), since the linearised net needs covariances of all classes.
 
-For your own model change the net, the sentences, the layers with factors, and the rank.
-Little is gained on a language as small as this one.
+The factors learn the 32 sentences nearly by heart. A posterior makes the predictions for other
+sentences less certain, and better.
 
-Needs the extra `huggingface`: pip install -e ".[huggingface]". About 90 seconds.
+For your own model change the net, the sentences, the layers with factors, and the rank.
+
+Needs the extra `huggingface`: pip install -e ".[huggingface]". About 100 seconds.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from tyxe.integrations.huggingface import unpack
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--smoke-test", action="store_true", help="a small one, in seconds: no result")
 smoke_test = parser.parse_args().smoke_test
-sizes = (99, 4, 6, 1, 2) if smoke_test else (32000, 32, 16, 15, 10)
+sizes = (99, 4, 6, 1, 2) if smoke_test else (32000, 32, 16, 60, 10)
 vocabulary, count, length, epochs, rank = sizes
 torch.manual_seed(0)
 
@@ -55,7 +57,7 @@ config = GPT2Config(
     n_embd=128,
     n_layer=2,
     n_head=4,
-    initializer_range=0.1,
+    initializer_range=0.2,
     bos_token_id=0,
     eos_token_id=0,
     use_cache=False,
@@ -69,7 +71,7 @@ likelihood = tyxe.likelihoods.Categorical(count, event_dim=1, ignore_index=-100)
 how = {"output": "logits", "unpack": functools.partial(unpack, shift=True)}
 options = tyxe.LaplaceOptions(rank=rank)
 bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure="diag", curvature="fisher", **how)
-bnn.fit(train, functools.partial(torch.optim.Adam, lr=2e-2), epochs, progress=False)
+bnn.fit(train, functools.partial(torch.optim.Adam, lr=5e-3), epochs, progress=False)
 trained = bnn.to_module()
 low = tyxe.LaplaceBNN(trained, prior, likelihood, structure="lowrank", options=options, **how)
 low.fit_curvature(train, progress=False)
@@ -92,5 +94,5 @@ def row(name, bnn, num_predictions):
 print("           perplexity  calibration error")
 row("MAP", bnn, 0)
 for name, each in {"diag": bnn, "lowrank": low}.items():
-    each.optimize_prior_precision("grid", held_out, grid=[1e2, 1e3, 1e4], predictive="bnn")
+    each.optimize_prior_precision("grid", held_out, grid=[1e1, 1e2, 1e3, 1e4], predictive="bnn")
     row(name, each, 8)
