@@ -174,6 +174,19 @@ def test_units_that_are_never_active(kind):
     assert (line.value, line.verdict, line.where) == (15 / 16, "fail", "0.weight")
 
 
+def test_tables_and_maps_of_guides_have_no_units():
+    name, codes = "share of units that no data reach", torch.arange(40).reshape(20, 2)
+    table = nn.Sequential(nn.Embedding(400, 4), nn.Flatten(), nn.Linear(8, 1))
+    data = [(codes, torch.zeros(20, 1))]
+    report = diagnose(mean_field(table, gaussian(20)), data, data, num_predictions=2)
+    assert list(report[name].parts) == ["2.weight"]
+    maps = functools.partial(
+        tyxe.guides.AutoInducing, inducing_rows=2, inducing_cols=2, everywhere=True
+    )
+    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(), maps)
+    assert name not in report_of(bnn, num_predictions=2)
+
+
 def test_a_net_that_cannot_get_away_from_where_it_is():
     x, y = classes(300, 0)
     stuck = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))

@@ -186,12 +186,14 @@ def _unreached(case: Case, found: Slope) -> Iterator[Line]:
     """Look for rows of weights whose gradient is the same, nothing or the prior's, for all data."""
     noise = {name: v for name, v in found.variance.items() if found.kinds[name] != "scale"}
     most = max((float(v.max()) for v in noise.values() if v.numel()), default=0.0)
-    modules = case.bnn.net.named_modules()
+    net = case.bnn.net
+    modules = net.named_modules()
     tables = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
+    units = {name for name, p in net.named_parameters() if p.dim() > 1 and p.numel()} - tables
     shares = {}
     for name, variance in noise.items():
         own = name.removeprefix("net_guide.locs.").removeprefix("net.")
-        if variance.dim() > 1 and variance.numel() and own not in tables:
+        if own in units:
             shares[own] = float((variance.flatten(1).amax(1) <= ROUNDING * most).double().mean())
     if shares and most:
         yield Line.of_parts(
