@@ -260,6 +260,16 @@ def test_the_largest_eigenpairs_are_those_of_eigh(name, count, dtype, block):
         assert sum(taken) <= max(200, 4 * count + 20)
 
 
+def test_eigenpairs_that_have_not_converged_are_those_of_the_last_basis():
+    matrix, identity = with_spectrum(1 + torch.linspace(0, 1e-3, 200).double()), torch.eye(9)
+    start = torch.randn(4, 200, generator=torch.Generator().manual_seed(1)).double()
+    for count in range(3, 10):
+        with pytest.warns(tyxe.TyxeWarning, match="have not converged"):
+            values, vectors = largest_eigenpairs(lambda v: v @ matrix, start, count, 1e-12)
+        close(vectors @ vectors.mT, identity[:count, :count].double())
+        close((vectors @ matrix * vectors).sum(1), values)
+
+
 def test_quadrature_has_the_log_determinant_within_its_standard_error():
     matrix = with_spectrum(torch.linspace(0.5, 4, 200).double())
     probes = torch.randn(64, 200, generator=torch.Generator().manual_seed(2)).double().sign()

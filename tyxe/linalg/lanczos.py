@@ -46,7 +46,8 @@ def largest_eigenpairs(
     new = _orthonormal(start, basis[:0])
     # Steps from the last random vectors, and the sum of the eigenvalues known before.
     steps, known_sum = 0, -math.inf
-    for step in range(50 + 5 * count // block):  # about twice as many as are usual
+    most = 50 + 5 * count // block  # about twice as many as are usual
+    for step in range(1, most + 1):
         stop = filled + len(new)
         basis[filled:stop] = new
         known, image = basis[:stop], product(new)
@@ -68,6 +69,9 @@ def largest_eigenpairs(
         is_new = total > known_sum + tolerance * float(values[count - 1 : count].sum())
         if stop == size or is_rest_zero or (found and not is_new):
             break
+        if step == most:  # before the basis changes, which the rotation is of
+            warn(f"of {count} eigenpairs the smallest have not converged, and are too small")
+            break
         filled = stop
         # A block of which only a part fits would lose what products have outside of the basis.
         if found or (room < size and stop + block > room):
@@ -77,12 +81,10 @@ def largest_eigenpairs(
         if found:
             steps, known_sum, image = 0, total, torch.zeros_like(image)
         # Where nothing is left of a vector, a random one takes its place.
-        generator = torch.Generator(device="cpu").manual_seed(1 + step)
+        generator = torch.Generator(device="cpu").manual_seed(step)
         other = torch.randn(image.shape, generator=generator, device="cpu").to(image)
         mixed = image + floor / size**0.5 * other
         new = _orthonormal(mixed[: room - filled], basis[:filled])
-    else:
-        warn(f"of {count} eigenpairs the smallest have not converged, and are too small")
     if float(values[-1]) < -1e4 * floor:
         raise ValueError(
             f"the curvature has an eigenvalue of {float(values[-1]):.3g}, and that of a posterior "
