@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import threading
+from collections import OrderedDict
 
 import pyro.distributions as dist
 import pytest
@@ -177,9 +178,11 @@ def test_units_that_are_never_active(kind):
 def test_tables_and_maps_of_guides_have_no_units():
     name, codes = "share of units that no data reach", torch.arange(40).reshape(20, 2)
     table = nn.Sequential(nn.Embedding(400, 4), nn.Flatten(), nn.Linear(8, 1))
+    bag = nn.Sequential(OrderedDict(bag=nn.EmbeddingBag(400, 4), net=nn.Linear(4, 1)))
     data = [(codes, torch.zeros(20, 1))]
-    report = diagnose(mean_field(table, gaussian(20)), data, data, num_predictions=2)
-    assert list(report[name].parts) == ["2.weight"]
+    for some, last in ((table, "2.weight"), (bag, "net.weight")):
+        report = diagnose(mean_field(some, gaussian(20)), data, data, num_predictions=2)
+        assert list(report[name].parts) == [last]
     maps = functools.partial(
         tyxe.guides.AutoInducing, inducing_rows=2, inducing_cols=2, everywhere=True
     )
@@ -535,6 +538,10 @@ def test_counts_and_several_targets():
     report = diagnose(bnn, data, data)
     assert "log-likelihood of held-out data" in report
     assert len(report.plot().axes) == 2
+
+    bnn = mean_field(nn.Sequential(nn.Linear(1, 1), nn.Flatten(0)), likelihoods.Poisson(50, 0))
+    data = [(x, y[:, 0]) for x, y in data]
+    assert diagnose(bnn, data, data)["RMSE of held-out data"].value > 0
 
     guide = tyxe.guides.AutoNormal
     bnn = tyxe.VariationalBNN(KindAndSize(1), NORMAL, kind_and_size(50), guide)

@@ -279,3 +279,5 @@ def test_bad_outputs_and_targets():
         bnn.fit([(X, (KINDS, SIZES, -COUNTS - 1))], ADAM, 1)
     with pytest.raises(TypeError, match="no order and so no interval"):
         bnn.interval(X)
+    with pytest.raises(TypeError, match="a Joint has several targets"):
+        bnn.likelihood.mean_and_scale(bnn.predict(X))

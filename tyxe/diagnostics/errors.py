@@ -150,7 +150,8 @@ def _num_targets(case: Case) -> float:
 def _spread(case: Case) -> float:
     """Return the standard deviation of held-out targets about the means of their columns."""
     targets = [case.likelihood.observed(targets).values for _, targets in case.held_out]
-    return float(torch.cat(targets).double().flatten(1).std(0).square().mean().sqrt())
+    values = torch.cat(targets).double()
+    return float(values.reshape(len(values), -1).std(0).square().mean().sqrt())
 
 
 def _error_of_constant(case: Case) -> float:

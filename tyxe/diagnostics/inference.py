@@ -36,6 +36,7 @@ from tyxe.util import is_constant
 
 # Batches below which the rows of an epoch are dealt into parts, for a variance over these.
 FEWEST, PARTS = 8, 16
+_TABLES = nn.Embedding | nn.EmbeddingBag  # whose rows are each of some points
 ROUNDING = 1e-9  # variance of a gradient, as a share of the largest, that is none
 T = TypeVar("T")
 
@@ -188,11 +189,12 @@ def _unreached(case: Case, found: Slope) -> Iterator[Line]:
     most = max((float(v.max()) for v in noise.values() if v.numel()), default=0.0)
     net = case.bnn.net
     modules = net.named_modules()
-    tables = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
+    tables = {f"{name}.weight" for name, module in modules if isinstance(module, _TABLES)}
     units = {name for name, p in net.named_parameters() if p.dim() > 1 and p.numel()} - tables
     shares = {}
     for name, variance in noise.items():
-        own = name.removeprefix("net_guide.locs.").removeprefix("net.")
+        part = "net_guide.locs." if name.startswith("net_guide.") else "net."
+        own = name.removeprefix(part)
         if own in units:
             shares[own] = float((variance.flatten(1).amax(1) <= ROUNDING * most).double().mean())
     if shares and most:

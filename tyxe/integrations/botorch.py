@@ -29,7 +29,7 @@ class BoTorchBNN(EnsembleModel):
         options: those of `bnn.predict`, such as `predictive="glm"`.
 
     Raises:
-        TypeError: the targets are classes (from the first call).
+        TypeError: the targets are classes, or those of a `Joint` (from the first call).
 
     Example:
         >>> import pyro.distributions as dist, torch, tyxe

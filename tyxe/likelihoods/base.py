@@ -136,7 +136,7 @@ class Likelihood(nn.Module, ABC):
         """Return means and standard deviations of numbers, `(n, ...)`, for aggregated predictions.
 
         Raises:
-            TypeError: the targets are classes.
+            TypeError: the targets are classes, or those of a `Joint`.
 
         Example:
             >>> from tyxe.likelihoods import Poisson

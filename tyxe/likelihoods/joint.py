@@ -240,6 +240,11 @@ class Joint(Likelihood):
             for n, value in self.outputs_of(predictions).items()
         }
 
+    def mean_and_scale(self, predictions: Any) -> Any:
+        raise TypeError(
+            "a Joint has several targets: call likelihood.parts[name].mean_and_scale(found[name])"
+        )
+
     def check_targets(self, predictions: Tensor, targets: Any) -> None:
         self._each(predictions, targets, None, lambda part, f, y, _: part.check_targets(f, y))
 
