@@ -208,6 +208,9 @@ def test_held_out_data_from_elsewhere():
         report = diagnose(variational(2), [TRAIN], [(x + shift, y)], num_predictions=2)
         assert report[name].verdict == verdict
     assert report[name].value == pytest.approx(10 / (4 / 3) ** 0.5, rel=0.05)
+    few = torch.tensor([[-0.6], [0.1], [0.8]]), y[:3]  # three are this near each other by chance
+    line = diagnose(variational(2), [TRAIN], [few], num_predictions=2)[name]
+    assert (line.value < 0.6, line.verdict) == (True, "ok")
 
 
 def test_too_few_epochs():

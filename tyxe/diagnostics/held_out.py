@@ -210,20 +210,24 @@ def beside(plain: Any) -> Callable[[Case], Iterator[Line]]:
 
 def inputs(case: Case) -> Iterator[Line]:
     """Compare the inputs of held-out data with those of training data."""
-    seen, held_out = (_floating(each) for each in (case.to_fit, case.held_out))
-    if not seen or [x.shape[1:] for x in seen] != [x.shape[1:] for x in held_out]:
+    both = seen, held_out = [_floating(each) for each in (case.to_fit, case.held_out)]
+    shapes = [[x.shape[1:] for x in each] for each in both]
+    if not seen or shapes[0] != shapes[1] or any(len({*map(len, each)}) > 1 for each in both):
         return  # such as graphs, or sequences of other lengths
     means = [x.mean(0) for x in seen]
-    size, usual = (
-        sum(float((x - mean).square().mean(0).sum()) for x, mean in zip(each, means, strict=True))
+    others, own = (
+        torch.stack([(x - m).square().sum(1) for x, m in zip(each, means, strict=True)]).sum(0)
         for each in (held_out, seen)
     )
-    if usual:
+    if usual := float(own.mean()):
+        # Of the root of a ratio of means, for points like those of training.
+        error = float(own.std()) / usual / 2 * math.sqrt(1 / len(own) + 1 / len(others))
+        chance = (1 + error) ** 3
         yield Line(
             "spread of held-out inputs over that of training ones",
-            math.sqrt(size / usual),
-            (0.6, 1.5),
-            (0.3, 3.0),
+            math.sqrt(float(others.mean()) / usual),
+            (min(0.6, 1 / chance), max(1.5, chance)),
+            (min(0.3, 0.5 / chance), max(3.0, 2 * chance)),
             "held-out data are not like training data: standardise both by the training data's "
             "mean and standard deviation, and split after shuffling; no other line is about the "
             "fit",
