@@ -41,6 +41,9 @@ def laplace(steps=1, dtype=torch.float32):
 MODELS = {
     "mean field": mean_field,
     "two columns": lambda: mean_field(tyxe.likelihoods.HeteroskedasticGaussian(40), 2),
+    "numbers (n,)": lambda: tyxe.VariationalBNN(
+        nn.Sequential(*net(), nn.Flatten(0)), NORMAL, NOISE, AutoNormal
+    ),
     "linearised": laplace,
     "ensemble": lambda: tyxe.EnsembleBNN(lambda _: mean_field(), 2),
 }
@@ -99,6 +102,11 @@ def test_an_acquisition_is_maximised_by_gradients(make):
 
 
 BAD = {
+    "two outputs": (
+        RuntimeError,
+        "is invalid",
+        lambda: BoTorchBNN(mean_field(outputs=2))(torch.zeros(1, 2)),
+    ),
     "no draws": (ValueError, "expected 1 or more", lambda: BoTorchBNN(mean_field(), num_draws=0)),
     "classes": (
         TypeError,

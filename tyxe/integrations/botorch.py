@@ -30,6 +30,7 @@ class BoTorchBNN(EnsembleModel):
 
     Raises:
         TypeError: the targets are classes, or those of a `Joint` (from the first call).
+        RuntimeError: the net has another number of outputs (from the first call).
 
     Example:
         >>> import pyro.distributions as dist, torch, tyxe
@@ -63,5 +64,6 @@ class BoTorchBNN(EnsembleModel):
         with torch_rng_kept(self._seed):
             found = self._predict(rows, enable_grad=True, **self._options)
         means, _ = bnn.likelihood.mean_and_scale(found)
-        samples: Tensor = means.unflatten(1, X.shape[:-1]).movedim(0, -3)
+        shape = (len(means), *X.shape[:-1], self._num_outputs)
+        samples: Tensor = means.reshape(shape).movedim(0, -3)
         return samples.to(X)
