@@ -286,7 +286,7 @@ def test_a_file_that_is_no_checkpoint(written, tmp_path):
         path.write_bytes({"empty": b"", "text": b"accuracy: 0.9", "zip": b"PK\x03\x04"}[written])
     before = path.read_bytes()
     with pytest.raises(
-        ValueError, match=r"run\.pt is no (checkpoint of a TaskLoop|file of tyxe, or damaged)"
+        ValueError, match=r"run\.pt is (not a checkpoint of a TaskLoop|no file of tyxe, or damaged)"
     ):
         loop_of(variational).run(path)
     assert path.read_bytes() == before

@@ -21,8 +21,9 @@ def linearized(net, x, prior):
     return bnn, bnn._linearize(x)
 
 
+# All chosen weights of a branching net may be of the branch that is not taken, an error.
 @pytest.mark.parametrize("share", [0.1, 0.9])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [name for name in NETS if name != "branch"])
 def test_they_are_columns_of_the_jacobian(name, share, monkeypatch):
     torch.manual_seed(0)
     make, shape = NETS[name]
