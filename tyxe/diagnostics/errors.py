@@ -106,7 +106,8 @@ def members(case: Case) -> Iterator[Line]:
             above(DIFFERENT),
             above(HARDLY),
             "members say the same: make_member has to start each anew, by "
-            "tyxe.util.reset_parameters_(net)",
+            "tyxe.util.reset_parameters_(net). A net with one optimum, such as a linear one, gains "
+            "nothing by an ensemble",
         )
 
 
