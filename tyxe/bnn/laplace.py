@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 
@@ -337,13 +336,9 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
 
     def _set_prior_numbers(self, numbers: Mapping[str, Tensor]) -> None:
         """Set the prior's precisions, by block or for all under `""`, and keep its means."""
-        prior = search.with_numbers(self.state, numbers)
-        scales = prior.unflatten(prior.precision.diagonal().rsqrt())
-        normals = {
-            site.removeprefix(self.net_prior.prefix): dist.Normal(loc, scales[site]).to_event()
-            for site, loc in prior.unflatten(prior.loc).items()
-        }
-        self.update_prior(DictPrior(normals))
+        normals = search.with_numbers(self.state, numbers).by_site().items()
+        prefix = self.net_prior.prefix
+        self.update_prior(DictPrior({site.removeprefix(prefix): n for site, n in normals}))
         self._chosen_prior = self.state.prior
 
     def _held_out(self, precision: float, batches: list[Any], predictive: str | None) -> float:

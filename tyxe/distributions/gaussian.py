@@ -218,7 +218,7 @@ class Gaussian(JointDistribution):
             return {name: self.marginal(name) for name in self.names}
         scales = self.unflatten(self.precision.inverse_diagonal().sqrt())
         normals = {
-            name: dist.Independent(dist.Normal(loc, scales[name]), loc.dim())
+            name: dist.Normal(loc, scales[name]).to_event()
             for name, loc in self.unflatten(self.loc).items()
         }
         for normal in normals.values():
