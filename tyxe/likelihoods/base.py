@@ -80,11 +80,15 @@ class Likelihood(nn.Module, ABC):
     is_zero_outside = False  # whether densities of targets outside of the support come out as 0
     takes_infinity = False  # whether targets may be infinite
     has_target_hessian = False  # whether output Hessians depend on targets, see `hessian_counts`
-    has_probabilities = False  # whether the net returns probabilities, and no logits
     prepares_outputs = False  # whether what a net returns goes through `from_net`
     shape_hint = "they have to be the same"  # where targets have another shape than predictions
     # Whether a loader's targets go through `from_loader` and `with_fit_weights`.
     prepares_targets = False
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether the net returns probabilities instead of logits."""
+        return not getattr(self, "logit_predictions", True)
 
     @property
     def data_name(self) -> str:

@@ -60,7 +60,6 @@ class Censored(Likelihood):
         super().__init__(base._dataset_size, base.event_dim, base.prefix)
         self.base = base
         self.prepares_outputs = base.prepares_outputs
-        self.has_probabilities = base.has_probabilities
 
     def from_net(self, outputs: Any) -> Any:
         return self.base.from_net(outputs)

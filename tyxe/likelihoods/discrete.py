@@ -71,7 +71,6 @@ class Categorical(Likelihood):
     ) -> None:
         super().__init__(dataset_size, event_dim, name)
         self.logit_predictions = logit_predictions
-        self.has_probabilities = not logit_predictions
         self.ignore_index, self.class_dim = ignore_index, class_dim
         self.prepares_outputs, self.prepares_targets = class_dim != -1, class_weights is not None
         weights = None
@@ -261,7 +260,6 @@ class Bernoulli(Likelihood):
     ) -> None:
         super().__init__(dataset_size, event_dim, name)
         self.logit_predictions = logit_predictions
-        self.has_probabilities = not logit_predictions
         self.prepares_targets = pos_weight is not None
         weight = None if pos_weight is None else check.tensor("pos_weight", pos_weight).float()
         if weight is not None and not bool((weight >= 0).all() & weight.isfinite().all()):

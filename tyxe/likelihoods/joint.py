@@ -82,8 +82,11 @@ class Joint(Likelihood):
         if not any(self.weights.values()):
             raise ValueError("all weights of parts are 0, so that nothing is to be fitted")
         self.has_target_hessian = any(part.has_target_hessian for part in parts.values())
-        self.has_probabilities = any(part.has_probabilities for part in parts.values())
         self._layout = _Layout()
+
+    @property
+    def has_probabilities(self) -> bool:
+        return any(part.has_probabilities for part in self.parts.values())
 
     # ------------------------------------------------------------------ vectors and parts
 
