@@ -14,7 +14,6 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoDelta
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tyxe.bnn import EnsembleBNN, VariationalBNN
@@ -177,10 +176,13 @@ def _plain_fit(case: Case, anew: bool = False) -> VariationalBNN | None:
         return None
     with torch.no_grad():
         net = bnn._net_at(bnn._mean_values())
-    if not any(p.requires_grad for p in net.parameters()) or (anew and not _has_reset(net)):
+    if not any(p.requires_grad for p in net.parameters()):
         return None
     if anew:
-        reset_parameters_(net)
+        try:
+            reset_parameters_(net)
+        except ValueError:  # a module has no reset_parameters()
+            return None
     outputs = [hook.output for hook in net._forward_hooks.values() if isinstance(hook, Picking)]
     likelihood = copy.deepcopy(case.likelihood)
     likelihood.dataset_size = points
@@ -198,13 +200,6 @@ def _plain_fit(case: Case, anew: bool = False) -> VariationalBNN | None:
         warnings.simplefilter("ignore", TyxeWarning)
         plain.fit(batches, adam, epochs, validation=case.held_out, progress=False)
     return plain
-
-
-def _has_reset(net: nn.Module) -> bool:
-    """Whether all parameters are of modules with `reset_parameters()`, for `reset_parameters_`."""
-    modules = [m for m in net.modules() if callable(getattr(m, "reset_parameters", None))]
-    reached = {id(p) for m in modules for p in m.parameters(recurse=False)}
-    return all(id(p) in reached for p in net.parameters())
 
 
 def _underfit(case: Case) -> str:
