@@ -74,13 +74,14 @@ def train_stacked(
     for batches in epochs:
         for batch in batches:
             losses = gradients(batch)
-            norms = _norms(parameters) if refuse is not None or clip_norm is not None else None
-            if refuse is not None and norms is not None:
-                bad = ~(losses + norms).isfinite()
-                if bool(bad.any()):
-                    refuse(bad.nonzero().flatten().tolist(), batch)
-            if clip_norm is not None and norms is not None:
-                _scale(parameters, (clip_norm / (norms + 1e-6)).clamp(max=1))
+            if refuse is not None or clip_norm is not None:
+                norms = _norms(parameters)
+                if refuse is not None:
+                    bad = (~(losses + norms).isfinite()).nonzero().flatten().tolist()
+                    if bad:
+                        refuse(bad, batch)
+                if clip_norm is not None:
+                    _scale(parameters, (clip_norm / (norms + 1e-6)).clamp(max=1))
             optimizer.step()
         ends = stopping is not None and stopping.ends()
         yield

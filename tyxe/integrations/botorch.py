@@ -52,17 +52,17 @@ class BoTorchBNN(EnsembleModel):
             None if weights is None else (weights / num_draws).repeat_interleave(num_draws)
         )
         self._num_outputs = check.count("num_outputs", num_outputs)
-        # A method, and no submodule: BoTorch calls eval(), and the BNN keeps its mode.
-        self._predict, self._seed = bnn.predict, check.count("seed", seed, least=0)
+        # In a tuple, since BoTorch calls eval() of submodules, and the BNN keeps its mode.
+        self._held, self._seed = (bnn,), check.count("seed", seed, least=0)
         self._options = {**options, "num_predictions": num_draws, "aggregate": False, "joint": True}
 
     def forward(self, X: Tensor) -> Tensor:
         """Return the means at each draw, `(..., num_draws, q, outputs)`, at `X` `(..., q, d)`."""
-        bnn: Any = self._predict.__self__
+        (bnn,) = self._held
         like = next(bnn.parameters())
         rows = X.reshape(-1, X.shape[-1]).to(like)
         with torch_rng_kept(self._seed):
-            found = self._predict(rows, enable_grad=True, **self._options)
+            found = bnn.predict(rows, enable_grad=True, **self._options)
         means, _ = bnn.likelihood.mean_and_scale(found)
         shape = (len(means), *X.shape[:-1], self._num_outputs)
         samples: Tensor = means.reshape(shape).movedim(0, -3)
