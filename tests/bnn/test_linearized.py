@@ -49,15 +49,24 @@ def test_links_give_class_probabilities(link):
     assert error.shape == (15,)
 
 
-@pytest.mark.parametrize("kind", ["classes", "binary"])
-def test_probabilities_have_no_gaussian_in_any_prediction(kind):
+@pytest.mark.parametrize("kind", ["classes", "binary", "scales", "censored"])
+def test_bounded_outputs_have_no_gaussian_in_any_prediction(kind):
     x, likelihoods = torch.randn(8, 2), tyxe.likelihoods
-    make, end, y = {
-        "classes": (likelihoods.Categorical, nn.Softmax(-1), torch.arange(8) % 2),
-        "binary": (likelihoods.Bernoulli, nn.Sigmoid(), torch.ones(8, 2)),
+    scales = likelihoods.HeteroskedasticGaussian(8, positive_scale=True)
+    binary = likelihoods.Bernoulli(8, logit_predictions=False)
+    likelihood, end, y = {
+        "classes": (
+            likelihoods.Categorical(8, logit_predictions=False),
+            nn.Softmax(-1),
+            torch.arange(8) % 2,
+        ),
+        "binary": (binary, nn.Sigmoid(), torch.ones(8, 2)),
+        "scales": (scales, nn.Softplus(), torch.ones(8, 1)),
+        "censored": (likelihoods.Censored(scales), nn.Softplus(), torch.ones(8, 1, 2)),
     }[kind]
     net = nn.Sequential(nn.Linear(2, 2), end)
-    bnn = tyxe.LaplaceBNN(net, NORMAL, make(8, logit_predictions=False), structure="full")
+    options = {"structure": "full", "curvature": "empirical"}
+    bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood, **options)
     bnn.fit_curvature([(x, y)])
     for predicts in (
         lambda: bnn.predict(x),
@@ -66,9 +75,9 @@ def test_probabilities_have_no_gaussian_in_any_prediction(kind):
         lambda: bnn.ood_score(x),
         lambda: bnn.refine([(x, y)]),
     ):
-        with pytest.raises(ValueError, match="let the net return logits"):
+        with pytest.raises(ValueError, match="let the net return real numbers"):
             predicts()
-    assert torch.equal(bnn.predict(x, num_predictions=0), net(x))
+    torch.testing.assert_close(bnn.predict(x, num_predictions=0), net(x))
 
 
 def small(guide):

@@ -22,7 +22,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.checks import check_batch
 from tyxe.linalg import Operator
 from tyxe.predictive import refine_laplace, refine_variational
-from tyxe.predictive.gaussian import check_logits
+from tyxe.predictive.gaussian import check_unbounded
 from tyxe.predictive.gp import Features, GPPredictive, hessian_root, output_features
 from tyxe.predictive.linear_model import LinearModel
 from tyxe.util import Inputs, tree_map_tensors
@@ -169,7 +169,7 @@ def refined(
     """Compute the posterior of `LaplaceBNN.refine`."""
     check.choice("method", method, METHODS)
     _check_holds_data(state)
-    check_logits(bnn.likelihood)
+    check_unbounded(bnn.likelihood)
     if state.curvature_weight != 1:
         raise ValueError(
             f"curvature_weight is {state.curvature_weight:g}: it weighs the curvature and not the "

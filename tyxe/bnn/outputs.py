@@ -25,7 +25,7 @@ from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
 from tyxe.poutine.draw import Draw, draws_are_lazy
-from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, check_logits
+from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, check_unbounded
 from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, put_statistics
 from tyxe.predictive.one_pass import DRAWS_AT_ONCE, MOST_DRAWN
 from tyxe.priors import Prior
@@ -312,7 +312,7 @@ class PosteriorBNN(BNN):
         if chosen == "bnn":
             return None
         if count:
-            check_logits(self.likelihood)
+            check_unbounded(self.likelihood)
         if callable(chosen):
             return chosen
         known = self._gaussian_predictives()

@@ -86,9 +86,9 @@ class Likelihood(nn.Module, ABC):
     prepares_targets = False
 
     @property
-    def has_probabilities(self) -> bool:
-        """Whether the net returns probabilities instead of logits."""
-        return not getattr(self, "logit_predictions", True)
+    def bounded_outputs(self) -> str:
+        """What the net's outputs are where they have bounds; empty where any number is possible."""
+        return "" if getattr(self, "logit_predictions", True) else "probabilities"
 
     @property
     def data_name(self) -> str:

@@ -61,6 +61,10 @@ class Censored(Likelihood):
         self.base = base
         self.prepares_outputs = base.prepares_outputs
 
+    @property
+    def bounded_outputs(self) -> str:
+        return self.base.bounded_outputs
+
     def from_net(self, outputs: Any) -> Any:
         return self.base.from_net(outputs)
 

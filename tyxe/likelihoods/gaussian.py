@@ -194,6 +194,10 @@ class HeteroskedasticGaussian(Likelihood):
         super().__init__(dataset_size, event_dim, name)
         self.positive_scale = positive_scale
 
+    @property
+    def bounded_outputs(self) -> str:
+        return "positive scales" if self.positive_scale else ""
+
     def _split(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
         if predictions.dim() < 2 or predictions.shape[-1] % 2:
             raise ValueError(

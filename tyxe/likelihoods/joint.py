@@ -85,8 +85,8 @@ class Joint(Likelihood):
         self._layout = _Layout()
 
     @property
-    def has_probabilities(self) -> bool:
-        return any(part.has_probabilities for part in self.parts.values())
+    def bounded_outputs(self) -> str:
+        return next(filter(None, (part.bounded_outputs for part in self.parts.values())), "")
 
     # ------------------------------------------------------------------ vectors and parts
 

@@ -30,12 +30,13 @@ def check_link(link: str) -> None:
     check.choice("link", link, CLASS_LINKS)
 
 
-def check_logits(likelihood: Likelihood) -> None:
-    """Raise a ValueError where the net returns probabilities, which have no Gaussian."""
-    if likelihood.has_probabilities:
+def check_unbounded(likelihood: Likelihood) -> None:
+    """Raise a ValueError where the net returns what has bounds, and so no Gaussian."""
+    if what := likelihood.bounded_outputs:
         raise ValueError(
-            "a Gaussian over probabilities leaves [0, 1]: let the net return logits, and the "
-            "likelihood have logit_predictions=True; or predict with predictive='bnn'"
+            f"a Gaussian over {what} leaves their bounds: let the net return real numbers, and the "
+            "likelihood have logit_predictions=True, or positive_scale=False; or predict with "
+            "predictive='bnn'"
         )
 
 
@@ -94,7 +95,7 @@ def predict_from_gaussian(
         latents: draws of the likelihood's own variables, stacked along dimension 0.
 
     Raises:
-        ValueError: the link is unknown, or the outputs are probabilities instead of logits.
+        ValueError: the link is unknown, or the outputs have bounds, such as probabilities.
 
     Reference:
         [GLM] section 3.
@@ -111,7 +112,7 @@ def predict_from_gaussian(
     check.shape("covariance", covariance, sizes, ", of the outputs of each point")
     outputs = GaussianOutputs(mean, covariance, LinkOptions(link, num_samples, latents or {}))
     if num_samples:
-        check_logits(likelihood)
+        check_unbounded(likelihood)
     predict = gaussian_prediction if num_samples else _averaged
     return predict(likelihood, outputs)
 
