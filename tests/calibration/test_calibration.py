@@ -12,6 +12,7 @@ from torch import nn
 
 import tyxe
 from tests.oracles.bnns import NORMAL, mean_field
+from tests.oracles.nets import NetOf
 from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling, coverage, size
 
 
@@ -47,16 +48,6 @@ def test_shifted_logits_and_pixels_have_the_same_temperature():
     assert found == pytest.approx(shifted) == pytest.approx(pixels.temperature)
 
 
-def test_a_factor_of_scales_is_found():
-    mean, scale = torch.randn(50_000, 2), torch.rand(50_000, 2) + 0.5
-    y = mean + 1.7 * scale * torch.randn(50_000, 2)
-    factor = ScaleFactor().fit((mean, scale), y)
-    assert factor.factor == pytest.approx(1.7, rel=0.02)
-    z = ((y - mean) / scale).square().mean().sqrt()
-    assert factor.factor == pytest.approx(float(z), rel=1e-4)
-    assert torch.equal(factor((mean, scale))[0], mean)
-
-
 # --- conformal ----------------------------------------------------------------------------------
 
 
@@ -78,8 +69,7 @@ def quantiles(n):
 SCORES = {"lac": probabilities, "aps": probabilities, "normalized": pairs, "cqr": quantiles}
 
 
-@pytest.mark.parametrize("level", [0.7, 0.9])
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("score", "level"), [*((score, 0.7) for score in SCORES), ("aps", 0.9)])
 def test_coverage_is_within_its_band(score, level):
     """Of a new point, over calibration sets: a binomial of so many independent ones."""
     calibration, new, simulations = 39, 1, 3_000
@@ -100,11 +90,15 @@ def test_thresholds_by_hand():
     lac = SplitConformal("lac", 0.8).fit(probs, y)
     assert lac.threshold == pytest.approx(0.7)  # the 8th of 9: 6 of .4, 2 of .7, one of .9
     assert lac.predict(probs[:1]).tolist() == [[True, True, False]]
-    aps = SplitConformal("aps", 0.8, randomized=False).fit(probs, y)
+    assert size(lac.predict(probs)) == 2
+    aps = SplitConformal(level=0.8, randomized=False).fit(probs, y)
+    assert aps.score == "aps"
     assert aps.threshold == pytest.approx(0.9)  # .6, .9, 1
     assert aps.predict(torch.tensor([[0.1, 0.2, 0.7]])).tolist() == [[False, True, True]]
     mean, scale, targets = torch.zeros(4), torch.ones(4), torch.tensor([1.0, -2.0, 3.0, 0.5])
-    lower, upper = SplitConformal(level=0.6).fit((mean, scale), targets).predict((mean, 2 * scale))
+    conformal = SplitConformal(level=0.6).fit((mean, scale), targets)
+    lower, upper = conformal.predict((mean, 2 * scale))
+    assert conformal.score == "normalized"
     assert lower.tolist() == [-4.0] * 4
     assert upper.tolist() == [4.0] * 4
     # Of several numbers all have to be held.
@@ -135,23 +129,6 @@ def test_tied_targets_are_all_held(score, of, of_targets, seed, outputs):
         assert conformal.threshold == pytest.approx(float(exact.max()), tolerance, tolerance)
 
 
-def test_the_default_score_is_that_of_the_predictions():
-    assert SplitConformal().fit(*probabilities(30)).score == "aps"
-    assert SplitConformal().fit(*pairs(30)).score == "normalized"
-
-
-def test_sets_without_chance_are_the_same_each_time():
-    torch.manual_seed(0)
-    calibration, (probs, y) = probabilities(4_000), probabilities(4_000)
-    random = SplitConformal("aps", 0.8).fit(*calibration)
-    assert not torch.equal(random.predict(probs), random.predict(probs))
-    fixed = SplitConformal("aps", 0.8, randomized=False).fit(*calibration)
-    assert torch.equal(fixed.predict(probs), fixed.predict(probs))
-    for one in (random, fixed):
-        assert coverage(one.predict(probs), y) == pytest.approx(0.8, abs=0.03)
-        assert 1 < size(one.predict(probs)) < 4
-
-
 # --- BNNs ---------------------------------------------------------------------------------------
 
 
@@ -162,13 +139,10 @@ def bnn(likelihood, outputs):
 
 
 def test_a_wrapped_ensemble_of_nets_with_two_arguments():
-    class Sum(nn.Linear):
-        def forward(self, a, b):
-            return super().forward(a + b)
-
     def member(index):
         torch.manual_seed(index)
-        return mean_field(Sum(3, 3), tyxe.likelihoods.Categorical(60))
+        net = NetOf(lambda net, a, b: net.layer(a + b), layer=nn.Linear(3, 3))
+        return mean_field(net, tyxe.likelihoods.Categorical(60))
 
     model, x = tyxe.EnsembleBNN(member, 2), (torch.randn(60, 3), torch.randn(60, 3))
     y = model.predict(*x, num_predictions=0).argmax(-1)
@@ -196,30 +170,21 @@ def test_a_wrapped_classifier():
     assert sets.shape == (60, 3)
 
 
-def test_a_wrapped_regression():
-    model = bnn(tyxe.likelihoods.HomoskedasticGaussian(60, scale=0.5), 1)
-    x, y = torch.randn(60, 3), torch.randn(60, 1)
-    wrapped = SplitConformal(level=0.8).wrap(model, [(x, y)], num_predictions=0)
-    lower, upper = wrapped.predict(x)
-    assert coverage((lower, upper), y) >= 0.8
-    mean, scale = model.predict(x, num_predictions=0)
-    torch.testing.assert_close((upper - lower) / 2, wrapped.calibrator.threshold * scale)
-    factor = ScaleFactor().wrap(model, [(x, y)], num_predictions=0).calibrator.factor
-    assert factor == pytest.approx(float(((y - mean) / scale).square().mean().sqrt()), rel=1e-5)
-
-
 @pytest.mark.parametrize("score", ["normalized", "cqr"])
-def test_a_wrapped_regression_that_predicts_its_noise(score):
-    likelihood = tyxe.likelihoods.HeteroskedasticGaussian(60)
-    model = bnn(likelihood, 2)
+@pytest.mark.parametrize("is_predicted", [False, True])
+def test_a_wrapped_regression_whose_noise_is_known_or_predicted(score, is_predicted):
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(60, scale=0.5)
+    if is_predicted:
+        likelihood = tyxe.likelihoods.HeteroskedasticGaussian(60)
+    model = bnn(likelihood, 1 + is_predicted)
     x, y = torch.randn(60, 3), torch.randn(60, 1)
-    q = likelihood.predictive_distribution(model.predict(x, num_predictions=0))
-    mean, scale = q.mean, q.stddev
+    mean, scale = likelihood.mean_and_scale(model.predict(x, num_predictions=0))
     wrapped = SplitConformal(score, 0.8).wrap(model, [(x, y)], num_predictions=0)
     ends = mean - 1.2815516 * scale, mean + 1.2815516 * scale  # of a normal's 80 %
     given = (mean, scale) if score == "normalized" else ends
     own = SplitConformal(score, 0.8).fit(given, y)
     torch.testing.assert_close(wrapped.predict(x), own.predict(given))
+    assert coverage(wrapped.predict(x), y) >= 0.8
     factor = ScaleFactor().wrap(model, [(x, y)], num_predictions=0)
     exact = float(((y - mean) / scale).square().mean().sqrt())
     assert factor.calibrator.factor == pytest.approx(exact, rel=1e-5)
@@ -242,27 +207,7 @@ def test_unpacked_batches_and_wrong_kinds():
     assert TemperatureScaling().fit(logits, y).temperature > 0
 
 
-# --- files and bad input ------------------------------------------------------------------------
-
-
-FITTED = {
-    "temperature": lambda: TemperatureScaling().fit(*classified(50)),
-    "factor": lambda: ScaleFactor().fit(*pairs(50)),
-    "sets": lambda: SplitConformal("aps", 0.7, randomized=False).fit(*probabilities(50)),
-    "intervals": lambda: SplitConformal(level=0.7).fit(*pairs(50)),
-}
-
-
-@pytest.mark.parametrize("name", FITTED)
-def test_files_hold_what_was_fitted(name, tmp_path):
-    fitted = FITTED[name]()
-    fitted.save(tmp_path / "file")
-    again = type(fitted)().load(tmp_path / "file")
-    assert vars(again) == vars(fitted)
-    other = TemperatureScaling() if name != "temperature" else ScaleFactor()
-    with pytest.raises(ValueError, match=f"is of a {type(fitted).__name__}; expected"):
-        other.load(tmp_path / "file")
-    assert other.__dict__ == type(other)().__dict__
+# --- bad input ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [TemperatureScaling, ScaleFactor, SplitConformal])
@@ -272,6 +217,9 @@ def test_nothing_is_predicted_before_fit(make):
 
 
 def test_calibration_sets_that_are_too_small_say_how_many_are_needed():
+    for level in (0.0, 1.0, 90):
+        with pytest.raises(ValueError, match="expected a number above 0"):
+            SplitConformal(level=level)
     for level, needed in ((0.9, 9), (0.95, 19), (0.5, 1)):
         if needed > 1:
             conformal = SplitConformal("lac", level)
@@ -310,11 +258,3 @@ def test_what_does_not_fit(name):
     with pytest.raises((TypeError, ValueError), match=message):
         calibrator.fit(predictions, y)
     assert vars(calibrator) == before
-
-
-def test_bad_settings():
-    with pytest.raises(ValueError, match="score"):
-        SplitConformal("raps")
-    for level in (0.0, 1.0, 90):
-        with pytest.raises(ValueError, match="expected a number above 0"):
-            SplitConformal(level=level)

@@ -58,10 +58,8 @@ def test_it_is_the_first_threshold_before_a_bound_above_the_risk():
     control = RiskControl(0.1, 0.2).fit(logits, y)
     odds, wrong = logits[:, 0], y == 1
     expected = math.inf
-    for threshold in [
-        *torch.linspace(30.0, 0.0, 1000, dtype=torch.float64).tolist()[:-1],
-        -math.inf,
-    ]:
+    strictest_first = torch.linspace(30.0, 0.0, 1000, dtype=torch.float64).tolist()[:-1]
+    for threshold in [*strictest_first, -math.inf]:
         kept = odds >= threshold
         count, errors = int(kept.sum()), int((wrong & kept).sum())
         if count < 80:
@@ -133,9 +131,8 @@ def test_it_wraps_a_bnn_and_goes_through_files(tmp_path):
     y = (x[:, 0] + 0.3 * torch.randn(400) > 0).long()
     net = nn.Linear(2, 2)
     net.weight.data, net.bias.data = torch.tensor([[-4.0, 0.0], [4.0, 0.0]]), torch.zeros(2)
-    likelihood = tyxe.likelihoods.Categorical(400)
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
-    bnn = tyxe.VariationalBNN(net, prior, likelihood)
+    nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+    bnn = tyxe.VariationalBNN(net, nothing, tyxe.likelihoods.Categorical(400))
     wrapped = RiskControl(0.1).wrap(bnn, [(x, y)])
     answered = wrapped.predict(x)
     assert 0 < answered.double().mean() < 1
@@ -202,31 +199,23 @@ def test_ends_are_the_papers_formula(has_scale):
         assert math.isclose(float(lower[point]), sorted(lows, reverse=True)[rank - 1], rel_tol=1e-9)
 
 
-def test_a_bnn_is_a_model():
-    torch.manual_seed(0)
-    x, y = (part.float() for part in regression(20))
-
-    def train(x, y):
-        likelihood = tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5)
-        prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
-        bnn = tyxe.LaplaceBNN(nn.Linear(3, 1), prior, likelihood)
-        bnn.fit([(x, y)], torch.optim.Adam, 5, progress=False)
-        return bnn.predict
-
-    lower, upper = CVPlus(train, 0.8, 4).fit(x, y).predict(x)
-    assert lower.shape == upper.shape == (20, 1)
-    assert (lower < upper).all()
+def of_columns(x, y):
+    return least_squares(x, y[:, None])
 
 
-def test_too_few_points_and_wrong_shapes_are_refused():
-    x, y = regression(8)
-    with pytest.raises(ValueError, match="y has 8 points; expected 9 or more"):
-        CVPlus(least_squares, 0.9, folds=None).fit(x, y)
-    with pytest.raises(ValueError, match="expected 10 or more"):
-        CVPlus(least_squares, 0.8).fit(x, y)
-    with pytest.raises(ValueError, match="shape"):
-        CVPlus(lambda x, y: least_squares(x, y[:, None]), 0.5, 2).fit(x, y[:, 0])
-    with pytest.raises(RuntimeError, match="not fitted"):
-        CVPlus(least_squares).predict(x)
-    with pytest.raises(ValueError, match="folds"):
-        CVPlus(least_squares, folds=1)
+X, Y = regression(8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: CVPlus(least_squares, 0.9, folds=None).fit(X, Y), "y has 8 points; expected 9 or"),
+        (lambda: CVPlus(least_squares, 0.8).fit(X, Y), "expected 10 or more"),
+        (lambda: CVPlus(of_columns, 0.5, 2).fit(X, Y[:, 0]), "shape"),
+        (lambda: CVPlus(least_squares, folds=1), "folds"),
+        (lambda: CVPlus(least_squares).predict(X), "not fitted"),
+    ],
+)
+def test_too_few_points_and_wrong_shapes_are_refused(call, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        call()

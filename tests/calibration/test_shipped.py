@@ -3,12 +3,12 @@
 from functools import partial
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL
 from tyxe.calibration import (
     Calibrated,
     CalibratedModule,
@@ -18,7 +18,6 @@ from tyxe.calibration import (
 )
 from tyxe.guides import AutoNormal
 
-PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 DRAWS = torch.Generator().manual_seed(0)
 X, NOISE = torch.randn(60, 2, generator=DRAWS), torch.randn(60, 1, generator=DRAWS)
 CLASSES = [(X, (X[:, 0] + NOISE[:, 0] > 0).long())]
@@ -32,44 +31,26 @@ def net(outputs):
     return found
 
 
-def bnn(likelihood, outputs):
+def made(kind, outputs, **options):
+    """Return what makes a BNN."""
     guide = partial(AutoNormal, init_scale=0.1)
-    return tyxe.VariationalBNN(net(outputs), PRIOR, likelihood, guide)
+    return lambda: tyxe.VariationalBNN(net(outputs), NORMAL, kind(60, **options), guide)
 
 
-def classifier():
-    return bnn(tyxe.likelihoods.Categorical(60), 2)
-
-
-def regression():
-    return bnn(tyxe.likelihoods.HomoskedasticGaussian(60, scale=0.5), 1)
-
-
+classifier = made(tyxe.likelihoods.Categorical, 2)
+regression = made(tyxe.likelihoods.HomoskedasticGaussian, 1, scale=0.5)
+predicted_noise = made(tyxe.likelihoods.HeteroskedasticGaussian, 2)
+counts = made(tyxe.likelihoods.Poisson, 1)
+INTERVALS = partial(SplitConformal, level=0.8)
 CASES = {
     "temperature": (TemperatureScaling, classifier, CLASSES),
     "sets": (partial(SplitConformal, "aps", 0.8, False), classifier, CLASSES),
     "factor": (ScaleFactor, regression, NUMBERS),
-    "intervals": (partial(SplitConformal, level=0.8), regression, NUMBERS),
-}
-
-
-def predicted_noise():
-    return bnn(tyxe.likelihoods.HeteroskedasticGaussian(60), 2)
-
-
-def counts():
-    return bnn(tyxe.likelihoods.Poisson(60), 1)
-
-
-CASES |= {
     "factor of predicted noise": (ScaleFactor, predicted_noise, NUMBERS),
-    "intervals of predicted noise": (partial(SplitConformal, level=0.8), predicted_noise, NUMBERS),
+    "intervals": (INTERVALS, regression, NUMBERS),
+    "intervals of predicted noise": (INTERVALS, predicted_noise, NUMBERS),
+    "intervals of counts": (INTERVALS, counts, COUNTS),
     "quantiles": (partial(SplitConformal, "cqr", 0.8), predicted_noise, NUMBERS),
-    "intervals of counts": (
-        partial(SplitConformal, level=0.8),
-        counts,
-        COUNTS,
-    ),
 }
 
 
@@ -108,7 +89,7 @@ def test_a_wrapped_deep_ensemble_is_exported():
 
 
 def test_what_was_calibrated_without_draws_is_not_exported():
-    laplace = tyxe.LaplaceBNN(net(2), PRIOR, tyxe.likelihoods.Categorical(60))
+    laplace = tyxe.LaplaceBNN(net(2), NORMAL, tyxe.likelihoods.Categorical(60))
     laplace.fit_curvature(CLASSES)
     wrapped = TemperatureScaling().wrap(laplace, CLASSES)
     with pytest.raises(ValueError, match=r"by predictive='glm' and.*, predictive='bnn'\)"):
@@ -124,6 +105,8 @@ def test_one_file_holds_both(name, tmp_path):
     wrapped.save(tmp_path / "both.tyxe")
     loaded = Calibrated(model(), make()).load(tmp_path / "both.tyxe")
     assert_close(loaded.predict(X), wrapped.predict(X), rtol=0, atol=0)
+    wrapped.calibrator.save(tmp_path / "alone.tyxe")
+    assert vars(make().load(tmp_path / "alone.tyxe")) == vars(wrapped.calibrator)
 
 
 def test_files_of_others_change_nothing(tmp_path):
@@ -142,12 +125,14 @@ def test_files_of_others_change_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"of a TemperatureScaling: call Calibrated\(bnn, Temp"):
         classifier().load(path)
     wrapped.calibrator.save(path)
+    with pytest.raises(ValueError, match="is of a TemperatureScaling; expected"):
+        ScaleFactor().load(path)
     with pytest.raises(ValueError, match="of a calibrator alone"):
         Calibrated(classifier(), TemperatureScaling()).load(path)
 
 
 def test_a_last_layer_in_closed_form_is_calibrated():
-    laplace = tyxe.LaplaceBNN(net(2), PRIOR, tyxe.likelihoods.Categorical(60))
+    laplace = tyxe.LaplaceBNN(net(2), NORMAL, tyxe.likelihoods.Categorical(60))
     laplace.fit_curvature(CLASSES)
     wrapped = TemperatureScaling().wrap(laplace, CLASSES, predictive="glm", link="probit")
     module = wrapped.to_ensemble(closed_form=True)

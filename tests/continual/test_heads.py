@@ -14,7 +14,6 @@ from tests.oracles.bnns import mean_field
 from tests.oracles.tasks import TASKS, WRAPPERS, N, Net, assert_equal, data, normal, variational
 from tyxe.continual import Heads, TaskLoop, restored
 from tyxe.errors import TyxeWarning
-from tyxe.guides import AutoNormal
 
 
 @pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
@@ -36,12 +35,18 @@ def test_every_wrapper_learns_and_keeps_heads(make):
         assert_equal(dict(bnn.net.head.state_dict()), after[task])
 
 
-def test_use_as_a_context_puts_the_head_back_even_after_an_error():
+def numbered():
+    """A BNN whose heads have the numbers of their tasks as biases."""
     bnn = variational()
     heads = Heads(bnn, modules=["head"])
     for value, task in enumerate(TASKS):
         heads.start(task)
         bnn.net.head[1].bias.data.fill_(value)
+    return bnn, heads
+
+
+def test_use_as_a_context_puts_the_head_back_even_after_an_error():
+    bnn, heads = numbered()
 
     def breaks():
         with heads.use("first"):
@@ -76,11 +81,7 @@ def test_heads_of_a_bnn_that_was_moved():
 
 
 def test_heads_save_and_load():
-    bnn = variational()
-    heads = Heads(bnn, modules=["head"])
-    for value, task in enumerate(TASKS):
-        heads.start(task)
-        bnn.net.head[1].bias.data.fill_(value)
+    bnn, heads = numbered()
     heads.use("second")
     torch.save(heads.state_dict(), file := io.BytesIO())
     file.seek(0)
@@ -108,26 +109,25 @@ def test_heads_of_another_shape_change_nothing():
     assert heads.tasks == ["first"]
 
 
+LABEL = tyxe.likelihoods.Bernoulli(N, event_dim=1)
+
+
 def tied():
     net = Net()
     net.head[1].bias = nn.Parameter(torch.zeros(1))
     net.tied = nn.Linear(3, 5)
     net.tied.weight = net.body[0].weight
-    return mean_field(
-        net, tyxe.likelihoods.Bernoulli(N, event_dim=1), normal(expose_modules=["body"])
-    )
+    return mean_field(net, LABEL, normal(expose_modules=["body"]))
 
 
 WRONG_HEADS = {
     "no BNN": (lambda: Heads(Net(), ["head"]), TypeError, "is a Net; expected a BNN"),
-    "a number": (lambda: Heads(variational(), 3), TypeError, "modules is 3"),
     "a string": (lambda: Heads(variational(), "head"), TypeError, r"modules=\['head'\]"),
     "a module": (
         lambda: Heads(variational(), [variational().net.head]),
         TypeError,
         r"modules is a Sequential; expected names.*modules=\[\"2\"\]",
     ),
-    "one module": (lambda: Heads(variational(), nn.Linear(5, 1)), TypeError, "modules is a Linear"),
     "no such part": (lambda: Heads(variational(), ["tail"]), ValueError, "'tail', which the net"),
     "nothing in it": (lambda: Heads(variational(), ["body.1"]), ValueError, "neither parameters"),
     "a site": (
@@ -147,8 +147,7 @@ def test_wrong_heads(make, kind, message):
 
 def norm_in_the_body(**rules):
     net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, **rules), nn.Tanh(), nn.Linear(5, 1))
-    likelihood = tyxe.likelihoods.Bernoulli(N, event_dim=1)
-    return tyxe.VariationalBNN(net, normal(hide_modules=["1", "3"]), likelihood, AutoNormal)
+    return mean_field(net, LABEL, normal(hide_modules=["1", "3"]))
 
 
 def test_shared_running_statistics_warn_and_those_of_each_task_do_not():
@@ -177,8 +176,7 @@ def test_statistics_that_nobody_updates_do_not_warn():
     kept.net[1].eval()
     frozen = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).eval()
     frozen[:2].requires_grad_(False)
-    likelihood = tyxe.likelihoods.Bernoulli(N, event_dim=1)
-    bnn = tyxe.VariationalBNN(frozen, normal(hide_all=True), likelihood)
+    bnn = tyxe.VariationalBNN(frozen, normal(hide_all=True), LABEL)
     of_own_batch = norm_in_the_body(track_running_stats=False)
     for each, head in ((of_own_batch, "3"), (kept, "3"), (bnn, "2"), (bnn.eval(), "2")):
         with warnings.catch_warnings(record=True) as found:

@@ -88,37 +88,30 @@ def test_draws_do_not_become_a_prior():
         posterior_to_prior(bnn)
 
 
-def test_the_matrix_holds_what_evaluate_returned():
-    calls = []
+def test_the_matrix_holds_what_evaluate_returned_with_each_tasks_own_head():
+    bnn, asked = variational(), []
+    heads = Heads(bnn, modules=["head"])
+
+    def fit(task):
+        bnn.net.head[1].bias.data.fill_(TASKS.index(task))
 
     def evaluate(task):
-        calls.append((task, len(calls)))
-        return len(calls) / 100
+        asked.append((task, bnn.net.head[1].bias.item()))
+        return len(asked) / 100
 
-    bnn = variational()
-    loop = TaskLoop(bnn, TASKS, lambda task: None, evaluate, lambda task: None, ahead=True)
+    loop = TaskLoop(bnn, TASKS, fit, evaluate, lambda task: None, heads=heads)
     accuracy = loop.run()
-    asked = [task for task, _ in calls]
-    assert asked == ["first", "second", "first", "second", "third", "first", "second", "third"]
-    expected = [[0.01, 0.02, math.nan], [0.03, 0.04, 0.05], [0.06, 0.07, 0.08]]
+    assert asked == [(task, i) for t in range(3) for i, task in enumerate(TASKS[: t + 1])]
+    assert heads.current == "third"
+    nan = math.nan
+    expected = [[0.01, nan, nan], [0.02, 0.03, nan], [0.04, 0.05, 0.06]]
     torch.testing.assert_close(accuracy, torch.tensor(expected), equal_nan=True)
     accuracy.zero_()
     assert loop.accuracy[0, 0] != 0, "what is returned is a copy"
-
-
-def test_evaluation_sees_each_tasks_own_head():
-    bnn = variational()
-    heads = Heads(bnn, modules=["head"])
-    seen = []
-    TaskLoop(
-        bnn,
-        TASKS,
-        fit=lambda task: bnn.net.head[1].bias.data.fill_(TASKS.index(task)),
-        evaluate=lambda task: seen.append((task, bnn.net.head[1].bias.item())) or 0.0,
-        heads=heads,
-    ).run()
-    assert seen == [(task, i) for t in range(3) for i, task in enumerate(TASKS[: t + 1])]
-    assert heads.current == "third"
+    asked.clear()
+    TaskLoop(bnn, TASKS, fit, evaluate, lambda task: None, ahead=True).run()
+    ahead = ["first", "second", "first", "second", "third", "first", "second", "third"]
+    assert [task for task, _ in asked] == ahead
 
 
 def test_an_interrupted_fit_can_be_run_again():
@@ -187,38 +180,15 @@ def test_a_state_knows_how_far_a_task_has_come():
     assert fits == TASKS
 
 
-def test_further_parts_are_saved(tmp_path):
-    class Counter:
-        def __init__(self):
-            self.count = 0
-
-        def state_dict(self):
-            return {"count": self.count}
-
-        def load_state_dict(self, state):
-            self.count = state["count"]
-
-    first, second = Counter(), Counter()
-    first.count = 3
-    path = tmp_path / "run.pt"
-    loop_of(variational, parts={"counter": first}).run(path, lambda task, scores: True)
-    loop_of(variational, parts={"counter": second}).run(path, lambda task, scores: True)
-    assert second.count == 3
-    with pytest.raises(ValueError, match=r"has the parts \['counter', 'heads'\], this loop"):
-        loop_of(variational).run(path)
-
-
 def test_an_optimiser_of_all_tasks_is_resumed_as_a_part():
     def make():
         bnn = variational()
         adam = torch.optim.Adam(bnn.parameters(), lr=1e-2)
-        return TaskLoop(
-            bnn,
-            TASKS,
-            lambda task: bnn.fit([data(task)], adam, 3),
-            lambda task: 0.0,
-            parts={"adam": adam},
-        )
+
+        def fit(task):
+            bnn.fit([data(task)], adam, 3)
+
+        return TaskLoop(bnn, TASKS, fit, lambda task: 0.0, parts={"adam": adam})
 
     torch.manual_seed(1)
     first = make()
@@ -230,6 +200,8 @@ def test_an_optimiser_of_all_tasks_is_resumed_as_a_part():
         second.load_state_dict(state)
         second.run()
         assert_equal(dict(second.bnn.state_dict()), dict(first.bnn.state_dict()))
+    with pytest.raises(ValueError, match=r"has the parts \['adam'\], this loop"):
+        loop_of(variational).load_state_dict(state)
 
 
 def test_more_tasks_may_follow(tmp_path):
