@@ -23,20 +23,9 @@ def test_binary(smoke, stand_ins):
         for row in binary.ROWS:
             cell = found.cells[kind, row, "0"]
             assert ("weight entropy" in cell) == row.startswith(("Bernoulli", "Beta"))
-            by_site = cell.get("weight entropy by site", {0: 1.0}).values()
-            assert min(by_site) <= cell.get("weight entropy", 1.0) <= max(by_site)
-            shares = cell["curves"]["share of OOD"]
-            assert shares == sorted(shares)
-            assert shares[-1] == 1
+            assert cell["curves"]["share of OOD"][-1] == 1
             has_paper = kind == "cnn" and row != "real weights"
             assert rows[row][0].endswith(")") == has_paper
-
-
-def test_the_paper_has_half_as_many_ensembles():
-    s = binary.experiment.at("published", published=True)
-    keys = [key for key, _ in binary.cells(s, {}) if key[0] == "cnn"]
-    assert sum(key[1] == ["STE", "STE ensemble"] for key in keys) == 4
-    assert sum(key[1] == "real weights" for key in keys) == 8
 
 
 def test_binary_continual(smoke, stand_ins):
@@ -45,22 +34,10 @@ def test_binary_continual(smoke, stand_ins):
     for (row, _), cell in found.cells.items():
         matrix = cell["accuracy %"]
         assert [len(seen) for seen in matrix] == [1, 2, 3]
-        last = matrix[-1]
-        expected = [statistics.fmean(last), last[0], last[-1]]
-        assert rows[row][1:4] == [f"{value:.2f}" for value in expected]
+        mean, first, newest = statistics.fmean(matrix[-1]), matrix[-1][0], matrix[-1][-1]
+        assert rows[row][1:4] == [f"{value:.2f}" for value in (mean, first, newest)]
         assert ("weight entropy" in cell) == (not row.startswith("STE"))
     assert found.content["rows"]["Beta, delta 0"] == {"delta": 0.0, "tau": 0.1}
-
-
-def test_nets_are_the_papers():
-    x = torch.zeros(2, 1, 28, 28)
-    for kind, widths, weights in (
-        ("cnn", [64, 128, 2048], 9 * 64 + 9 * 64 * 128 + 49 * 128 * 2048 + 20_480),
-        ("mlp", [100, 100], 78_400 + 10_000 + 1_000),
-    ):
-        net = binary.NETS[kind](widths)
-        assert sum(parameter.numel() for parameter in net.parameters()) == weights
-        assert net(x).shape == (2, 10)
 
 
 def test_gradients_pass_straight_through_the_sign():
@@ -90,16 +67,6 @@ def test_straight_through_finds_signs_and_keeps_real_weights_in_their_interval()
     agree = (net[0].weight.diff(dim=0) * difference).sum() / difference.norm() ** 2
     assert agree > 0.8
     assert all(parameter.abs().max() <= 1 for parameter in net.parameters())
-
-
-def test_rates_fall_after_shares_of_the_epochs():
-    adam = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=1.0)
-    schedule, rates = binary.stepwise(adam, 8, [0.125, 0.625]), []
-    for _ in range(8):
-        rates.append(adam.param_groups[0]["lr"])
-        adam.step()
-        schedule.step()
-    assert rates == pytest.approx([1] + 4 * [0.1] + 3 * [0.01])
 
 
 def test_curves_of_binary_nets():

@@ -9,14 +9,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import common
 import cora
 import numpy as np
-import planetoid
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import tyxe
@@ -70,9 +67,8 @@ def net_of(sum_neighbours) -> nn.Module:
 def test_smoke(name: str, folder: Path, smoke):
     found = smoke(cora.experiment, "--backend", name)
     assert list(found.cells) == [(name, method, "0") for method in cora.METHODS]
-    nll, accuracy = (found.cells[name, "ML", "0"][column] for column in ("NLL", "accuracy %"))
-    cell = f"| {nll:.3f} (1.01 ± 0.04) | {accuracy:.2f} (75.64 ± 1.28) |"
-    assert f"| ML | {name} | 1 {cell}" in found.page
+    nll = found.cells[name, "ML", "0"]["NLL"]
+    assert f"| ML | {name} | 1 | {nll:.3f} (1.01 ± 0.04) |" in found.page
 
 
 # --------------------------------------------------------------------------- message passing
@@ -87,29 +83,23 @@ def test_sum_is_that_of_the_adjacency_matrix(name: str, data):
     weights = torch.randn(NODES, 3, dtype=torch.double)
     (gradient,) = torch.autograd.grad((sum_neighbours(graph, h) * weights).sum(), h)
     torch.testing.assert_close(gradient, adjacency(data).mT @ weights)
-    # another tensor is not taken for the one before
-    other = torch.randn(NODES, 3, dtype=torch.double)
-    torch.testing.assert_close(sum_neighbours(graph, other), adjacency(data) @ other)
+    # Sums without a gradient are kept: another tensor, or graph, is not taken for the one before.
+    for other in torch.randn(3, NODES, 3, dtype=torch.double):
+        torch.testing.assert_close(sum_neighbours(graph, other), adjacency(data) @ other)
+    alone = graph_of(replace(data.edges, source=data.edges.target))
+    degrees = adjacency(data).sum(1, keepdim=True)
+    torch.testing.assert_close(sum_neighbours(alone, other), degrees * other)
 
 
 def test_sum_over_the_inputs_is_computed_once(data, monkeypatch: pytest.MonkeyPatch):
     graph_of, plain = cora.torch_backend()
     widths = []
-
-    def counted(graph, h):
-        widths.append(h.shape[1])
-        return plain(graph, h)
-
+    counted = lambda graph, h: widths.append(h.shape[1]) or plain(graph, h)  # noqa: E731
     monkeypatch.setitem(cora.BACKENDS, "torch", lambda: (graph_of, counted))
     net, graph = net_of(cora.backend("torch")[1]), graph_of(data.edges)
     for _ in range(3):
         net(graph, data.features).sum().backward()
-        with torch.no_grad():
-            net(graph, data.features)
-    assert widths == [FEATURES] + 6 * [5]
-    # on another graph it is another sum
-    net(graph_of(data.edges).to("cpu"), data.features)
-    assert widths[7:] == [FEATURES, 5]
+    assert widths == [FEATURES] + 3 * [5]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -117,12 +107,17 @@ def test_blocks_of_all_neighbours_give_the_outputs_of_the_whole_graph(name: str,
     graph_of, sum_neighbours = cora.backend(name)
     net = net_of(sum_neighbours)
     whole = net(graph_of(data.edges), data.features)
-    loader = cora.NeighborLoader(data, [-1, -1], data.masks["val"], graph_of, batch_size=30)
+    nodes = data.masks["val"]
+    loader = cora.NeighborLoader(data, [-1, -1], nodes, graph_of, batch_size=30)
     batches = list(loader)
     assert len(batches) == len(loader) == 4
     outputs = torch.cat([net(*inputs) for inputs, _ in batches])
-    torch.testing.assert_close(outputs, whole[data.masks["val"]])
-    assert torch.equal(torch.cat([y for _, y in batches]), data.labels[data.masks["val"]])
+    torch.testing.assert_close(outputs, whole[nodes])
+    assert torch.equal(torch.cat([y for _, y in batches]), data.labels[nodes])
+    shuffled = cora.NeighborLoader(data, [-1, -1], nodes, graph_of, 30, shuffle=True)
+    again = torch.cat([net(*inputs) for inputs, _ in shuffled])
+    assert not torch.equal(again[:30], outputs[:30])
+    torch.testing.assert_close(again.sort(0).values, outputs.sort(0).values)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -144,35 +139,6 @@ def test_sampled_sum_is_unbiased(name: str, data):
     assert int(degrees.max()) > count
     is_fixed = sums.std(0).amax(1) < 1e-6
     assert torch.equal(is_fixed, degrees <= count)
-
-
-def test_sampled_blocks(data):
-    loader = cora.NeighborLoader(
-        data, [3, 1], data.masks["train"], lambda edges: edges, batch_size=16, shuffle=True
-    )
-    matrix = adjacency(data)
-    seen = []
-    for ((below, above), features), y in loader:
-        assert above.sizes[1] == len(y)
-        assert below.sizes[1] == above.sizes[0]
-        assert below.sizes[0] == len(features)
-        for block, count in ((above, 3), (below, 1)):
-            own = block.source == block.target
-            assert int(own.sum()) == block.sizes[1]  # a node's own edge is always there
-            assert bool((block.weight[own] == 1).all())
-            kept = block.target[~own].bincount(minlength=block.sizes[1])
-            assert int(kept.max()) <= count
-        # edges are edges of the graph: rows of the features tell the nodes apart
-        index = (features[:, None] == data.features).all(-1).double().argmax(1)
-        assert bool((matrix[index[below.target], index[below.source]] == 1).all())
-        degrees = matrix[index[below.target]].sum(1) - 1
-        others = below.source != below.target
-        weights = degrees[others].clamp(min=1).to(below.weight.dtype)
-        torch.testing.assert_close(below.weight[others], weights)
-        seen.append(index[: len(y)])
-    nodes = torch.cat(seen)
-    assert torch.equal(nodes.sort()[0], torch.arange(100))
-    assert not torch.equal(nodes, torch.arange(100))
 
 
 # --------------------------------------------------------------------------- the loss
@@ -235,43 +201,6 @@ def test_curvature_of_all_layers_wants_nodes_one_by_one(data):
     torch.testing.assert_close(torch.linalg.eigvalsh(precision), torch.linalg.eigvalsh(expected))
 
 
-# --------------------------------------------------------------------------- devices
-
-
-class Moving:
-    """A graph that knows where it was sent."""
-
-    def __init__(self, place: str = "nowhere") -> None:
-        self.place = place
-
-    def to(self, device: str) -> "Moving":
-        return Moving(str(device))
-
-
-class Looking(nn.Module):
-    """A net that writes down where its graphs were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 3)
-        self.places: list[str] = []
-
-    def forward(self, graph, features):
-        self.places += [part.place for part in (graph if isinstance(graph, tuple) else (graph,))]
-        return self.linear(features)
-
-
-@pytest.mark.parametrize("graph", [Moving(), (Moving(), Moving())], ids=["graph", "blocks"])
-def test_fit_moves_graphs(graph):
-    likelihood = tyxe.likelihoods.Categorical(4)
-    bnn = tyxe.VariationalBNN(
-        Looking(), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood, AutoDelta
-    )
-    loader = [((graph, torch.randn(4, 2)), torch.tensor([0, 1, 2, 0]))]
-    bnn.fit(loader, torch.optim.Adam, 1, device="cpu", progress=False)
-    assert set(bnn.net.places) == {"cpu"}
-
-
 # --------------------------------------------------------------------------- bad input
 
 
@@ -283,30 +212,9 @@ def test_missing_library_names_the_extra(
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, module, None)
     message = f'--backend {name} needs {module}: pip install -e ".[{name}]"'
-    with pytest.raises(ModuleNotFoundError) as error:
-        cora.backend(name)
-    assert str(error.value) == message
     with pytest.raises(SystemExit) as left:
         cora.experiment.main(["--backend", name, "--out", str(folder / "out")])
     assert left.value.code == message
-
-
-def test_missing_data_say_where_they_were_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("TYXE_DATA", str(tmp_path / "given"))
-    monkeypatch.setattr(common, "ROOT", tmp_path / "checkout")
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr(planetoid.urllib.request, "urlopen", refuse)
-    with pytest.raises(FileNotFoundError) as error:
-        cora.cora()
-    message = str(error.value)
-    assert message.startswith("no cora.npz in ")
-    assert all(str(folder) in message for folder in common.folders())
-    assert all(word in message for word in ("TYXE_DATA", "could not be downloaded: no network"))
 
 
 @pytest.mark.skipif(

@@ -42,9 +42,7 @@ def tutorials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def test_the_archive_is_one_that_nerf_reads(tutorials: Path, capsys):
     path = tutorials / "out" / "views.npz"
-    before = list(sys.path)
     cow_views.main([str(tutorials), str(path)])
-    assert sys.path == before
     assert capsys.readouterr().out == f"wrote {path}: 40 views of 16 pixels a side\n"
     views = rendering.load(str(path))
     azimuths = np.linspace(-180, 180, 40) + 180
@@ -63,15 +61,13 @@ def test_the_archive_is_one_that_nerf_reads(tutorials: Path, capsys):
     assert int((views.pixels > 0).sum()) == int((inside > 0).sum()) == inside.numel()
 
 
-def test_no_tutorial(tmp_path: Path):
+def test_what_is_missing_is_named(tutorials: Path):
+    given = [str(tutorials), str(tutorials / "views.npz")]
+    script = tutorials / "utils" / "generate_cow_renders.py"
+    script.write_text("raise ModuleNotFoundError('No module named iopath', name='iopath.io')")
+    with pytest.raises(SystemExit, match=r"rendering the cow needs iopath \(.*pip install iopath"):
+        cow_views.main(given)
+    script.unlink()
     with pytest.raises(SystemExit, match=r"has no utils/generate_cow_renders\.py"):
-        cow_views.main([str(tmp_path), str(tmp_path / "views.npz")])
-
-
-@pytest.mark.parametrize(("name", "how"), [("pytorch3d", "--no-build-isolation"), ("iopath", "ip")])
-def test_what_is_missing_is_named(name: str, how: str, tutorials: Path):
-    script = f"raise ModuleNotFoundError('No module named {name}', name='{name}.io')"
-    (tutorials / "utils" / "generate_cow_renders.py").write_text(script)
-    with pytest.raises(SystemExit, match=rf"rendering the cow needs {name} \(.*{how}"):
-        cow_views.main([str(tutorials), str(tutorials / "views.npz")])
+        cow_views.main(given)
     assert not (tutorials / "views.npz").exists()

@@ -25,11 +25,6 @@ def test_inducing_toy(smoke):
         assert len(cell["mean"]) == len(cell["sd"]) == 201
         # the noise, 0.1, is in every predictive standard deviation
         assert all(0.0999 < value < math.inf for value in cell["sd"])
-    lines = found.page.splitlines()
-    assert lines[0].startswith("| | sd at data | sd between | sd in the middle | sd beyond |")
-    beyond = found.cells["FFG-W", "42"]["sd"]
-    beyond = [value for i, value in enumerate(beyond) if not 50 <= i <= 150]
-    assert lines[2].split(" | ")[4] == f"{sum(beyond) / len(beyond):.3f}"
     page = (found.record.path.parent / "inducing_toy_changes.md").read_text()
     rows = [line.split(" | ")[0][2:] for line in page.splitlines()[2:]]
     assert rows == own
@@ -141,10 +136,7 @@ def test_full_by_layer_is_a_guide_of_the_covariance_of_its_factor():
 
 def test_inducing_images(smoke):
     found = smoke(inducing_images.experiment, "--parts", "table", "ablation")
-    content, page = found.content, found.page
-    assert content["settings"].keys() == content["published settings"].keys()
-    assert content["published settings"]["inducing"]["epochs"] == 300
-    rows = {}
+    page, rows = found.page, {}
     for key, cell in found.cells.items():
         rows |= cell["rows"] if key[0] == "table" else {}
     assert list(rows) == [
@@ -166,25 +158,6 @@ def test_inducing_images(smoke):
     assert counts["FFG-W"] - counts["FFG-W, 10 % kept"] == 2 * dropped
 
 
-def test_longer_fits_have_all_parts_of_a_schedule_longer(monkeypatch):
-    seen = []
-
-    def look_at(name, function):
-        spy = lambda *parts: seen.append((name, *parts)) or function(*parts)  # noqa: E731
-        monkeypatch.setattr(inducing_images.common, name, spy)
-
-    for name in ("annealed", "cut_at"):
-        look_at(name, getattr(inducing_images.common, name))
-    s = inducing_images.experiment.at("smoke", longer=3)
-    history = inducing_images.fit(s, inducing_images.make_bnn(s, "FFG-U"), s.inducing)
-    assert len(history.loss) == 3 * s.inducing["epochs"]
-    free, annealed, cut = (3 * s.inducing[name] for name in ("free", "annealed", "decay at"))
-    assert sorted(seen) == [("annealed", free, annealed), ("cut_at", cut)]
-    own = inducing_images.experiment
-    names = [own.record(each).path.stem for each in (own.at("smoke"), s)]
-    assert names == ["inducing_digits", "inducing_digits_3_times"]
-
-
 @pytest.mark.parametrize(
     ("module", "way"), [(m, way) for m in (inducing_images, corruptions) for way in m.CORRUPTIONS]
 )
@@ -203,20 +176,18 @@ def test_levels_get_stronger(module, way: str):
     assert len(set(distances)) == 1 + len(strengths)
 
 
-def test_blur_and_contrast_keep_what_they_should():
-    x = torch.rand(20, 3, 12, 12)
-    constant = torch.full((1, 3, 12, 12), 0.3)
-    torch.testing.assert_close(inducing_images.blurred(constant, 1.6), constant)
-    contrast = inducing_images.flattened(x, 0.4).mean((-1, -2))
-    torch.testing.assert_close(contrast, x.mean((-1, -2)))
-
-
-def test_nets_have_their_sizes():
-    net = inducing_images.make_net
-    assert net("4", 1)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
-    assert sum(parameter.numel() for parameter in net("16", 1).parameters()) == 77_754
-    pytest.importorskip("torchvision", reason="the paper's nets are torchvision's")
-    assert sum(parameter.numel() for parameter in net("resnet50", 3).parameters()) == 23_520_842
+def test_longer_fits_have_all_parts_of_a_schedule_longer(monkeypatch):
+    seen, own = [], inducing_images.experiment
+    for name in ("annealed", "cut_at"):
+        function = getattr(inducing_images.common, name)
+        spy = lambda *how, f=function: seen.append((f.__name__, *how)) or f(*how)  # noqa: E731
+        monkeypatch.setattr(inducing_images.common, name, spy)
+    s = own.at("smoke", longer=3)
+    history = inducing_images.fit(s, inducing_images.make_bnn(s, "FFG-U"), s.inducing)
+    assert len(history.loss) == 3 * s.inducing["epochs"]
+    free, annealed, cut = (3 * s.inducing[name] for name in ("free", "annealed", "decay at"))
+    assert sorted(seen) == [("annealed", free, annealed), ("cut_at", cut)]
+    assert own.record(s).path.stem == "inducing_digits_3_times"
 
 
 # --- corrupted images ---------------------------------------------------------------------------
@@ -230,15 +201,22 @@ def test_corruptions(smoke):
         assert list(row["corrupted"]) == list(corruptions.CORRUPTIONS)
         for scores in row["corrupted"].values():
             assert [len(values) for values in scores.values()] == [5, 5, 5]
-    accuracy, nll, ece, *by_way = map(cells_of, found.page.split("\n\n"))
-    row = rows["FFG-U"]
-    third = [scores["NLL"][2] for scores in row["corrupted"].values()]
-    assert nll["FFG-U"][0] == f"{row['NLL']:.2f}"
-    assert nll["FFG-U"][3] == f"{statistics.fmean(third):.2f}"
+    accuracy, nll, _, *by_way = map(cells_of, found.page.split("\n\n"))
+    scores = rows["FFG-U"]["corrupted"]
+    third = statistics.fmean(own["NLL"][2] for own in scores.values())
+    assert nll["FFG-U"][3] == f"{third:.2f}"
     assert accuracy["FFG-U"][5].endswith(" (57)")
-    assert ece["ensemble"][1].endswith(" (4)")
-    noise = row["corrupted"]["noise"]["accuracy %"]
-    assert by_way[0]["FFG-U"][0] == f"{statistics.fmean(noise):.1f}"
+    assert by_way[0]["FFG-U"][0] == f"{statistics.fmean(scores['noise']['accuracy %']):.1f}"
+
+
+def test_what_changes_of_images_keep():
+    x, constant = torch.rand(2, 3, 12, 12), torch.full((1, 3, 12, 12), 0.3)
+    torch.testing.assert_close(inducing_images.blurred(constant, 1.6), constant)
+    contrast = inducing_images.flattened(x, 0.4).mean((-1, -2))
+    torch.testing.assert_close(contrast, x.mean((-1, -2)))
+    found = corruptions.pixelated(x, 0.5)
+    mean = x[0, 0, :2, :2].mean().expand(2, 2)
+    torch.testing.assert_close(found[0, 0, :2, :2], mean)
 
 
 def test_cosines_of_blocks():
@@ -250,9 +228,3 @@ def test_cosines_of_blocks():
     torch.testing.assert_close(corruptions.rounded_cosines(flat, 0.4), flat)
     nearest = corruptions.rounded_cosines(flat, 3.0)
     torch.testing.assert_close(nearest, torch.full_like(flat, 3 / 8))
-
-
-def test_pixels_are_means():
-    x = torch.rand(2, 1, 8, 8)
-    found = corruptions.pixelated(x, 0.5)
-    torch.testing.assert_close(found[0, 0, :2, :2], x[0, 0, :2, :2].mean().expand(2, 2))

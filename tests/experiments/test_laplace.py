@@ -15,9 +15,7 @@ import tyxe
 def test_image_laplace(smoke):
     found = smoke(image_laplace.experiment)
     assert list(found.cells) == [("digits", net, "0") for net in ("mlp", "cnn")]
-    chosen, published = found.content["settings"], found.content["published settings"]
-    assert chosen.keys() == published.keys()
-    assert published["epochs"] == 500
+    chosen = found.content["settings"]
     for cell in found.cells.values():
         assert cell["prior precision"] in chosen["prior precisions"]
         assert cell["gp factor"] in chosen["gp factors"]
@@ -26,14 +24,10 @@ def test_image_laplace(smoke):
         assert list(cell["rows"]) == list(image_laplace.ROWS)
 
 
-def test_nets_and_grid_are_the_papers():
+def test_the_grid_is_the_papers():
     s = image_laplace.experiment.at("published")
     assert (len(s.prior_precisions), s.prior_precisions[0]) == (16, 0.01)
     assert s.prior_precisions[-1] == pytest.approx(1_000)
-    for kind, weights in {"mlp": 1_494_154, "cnn": 892_010}.items():
-        net = image_laplace.make_net(kind, s.widths[kind])
-        assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
-        assert sum(parameter.numel() for parameter in net.parameters()) == weights
 
 
 def test_training_and_validation_images_do_not_overlap_and_depend_on_the_seed():
@@ -102,9 +96,8 @@ def test_augmentation(smoke, every_set):
     assert list(found.cells) == [(name, "0") for name in ("net", *names)]
     chosen = found.content["settings"]
     for name in names:
-        cell = found.cells[name, "0"]
-        assert (cell["tuned"]["N"], cell["tuned"]["tau"]) == (*chosen["N"], *chosen["tau"])
-        assert f"| {name}, untuned | 1 | {cell['untuned']['accuracy %']:.1f}" in found.page
+        tuned = found.cells[name, "0"]["tuned"]
+        assert (tuned["N"], tuned["tau"]) == (*chosen["N"], *chosen["tau"])
     # A run of some cells has its table and figure.
     for name in names[1:]:
         del found.record.cells[name, "0"]

@@ -83,10 +83,3 @@ def test_a_peak_is_that_of_the_function():
     # Linux counts pages in batches.
     assert 0.99 * megabytes <= peak < megabytes + 50
     assert large_graph.peak_above(lambda: None)[1] < 50
-
-
-def test_too_few_nodes(capsys):
-    with pytest.raises(SystemExit):
-        large_graph.experiment.main(["--nodes", "1000"])
-    message = "--nodes is 1000; expected at least 20000, to train and to test"
-    assert message in capsys.readouterr().err

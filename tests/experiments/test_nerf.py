@@ -59,8 +59,7 @@ def test_smoke(folder: Path, smoke, capsys):
         row = cell["errors"]
         assert list(row) == ["train", "held out", "over and under"]
         assert all(part["colour + silhouette"] > part["colour"] > 0 for part in row.values())
-        cells = f"{row['held out']['colour']:.5f} | {row['held out']['colour + silhouette']:.5f}"
-        assert f"| {method} | {cells} |" in found.page
+        assert f"| {method} | {row['held out']['colour']:.5f} |" in found.page
         # 8 views around, 6 of them to train, and every third of 4 others
         counts = {part: len(seen["error"]) for part, seen in cell["views"].items()}
         assert counts == {"train": 6, "held out": 2, "over and under": 2}
@@ -82,16 +81,13 @@ def test_smoke(folder: Path, smoke, capsys):
     own = members[:, 0, 3].std(0).square().mean().sqrt().item()
     assert seen["silhouette sd"][0] == pytest.approx(own, abs=1e-5)
     # As if the run had stopped before one of the first: the others are not run again.
-    cells = dict(found.cells)
-    del cells["Bayesian", "0"]
-    found.record.cells.clear()
-    found.record.cells.update(cells)
+    before = found.record.cells.pop(("Bayesian", "0"))
     found.record.path.write_text(found.record.text())
     options = ["--smoke-test", "--kl-factors", "1", "0.1", "--out", str(out)]
     again = nerf.experiment.main(options)
     assert "deterministic, 0:" not in capsys.readouterr().out
     for name in ("errors", "uncertainty", "views", "KL", "curve"):
-        assert again.cells["Bayesian", "0"][name] == found.content["cells"]["Bayesian"]["0"][name]
+        assert again.cells["Bayesian", "0"][name] == before[name]
     nerf.file_of(again, "Bayesian", "0").unlink()
     with pytest.raises(SystemExit, match=r"Bayesian_0\.pt, which has the pictures: run without"):
         nerf.experiment.main([*options, "--figure"])
@@ -112,9 +108,6 @@ def test_half_of_the_turn_held_out_and_no_other_path(folder: Path, smoke):
 
 def test_field_is_that_of_the_paper():
     net = nerf.RadianceField(60, 256)
-    # 360-256-256, 256-1, and 256 + 360 - 256 - 3
-    counts = [360 * 256 + 256, 256 * 256 + 256, 257, (256 + 360) * 256 + 256, 256 * 3 + 3]
-    assert sum(p.numel() for p in net.parameters()) == sum(counts)
     points = torch.rand(5, 7, 3)
     opacity, colour = net(points, torch.nn.functional.normalize(torch.rand(5, 3), dim=-1))
     assert opacity.shape == (5, 7)
@@ -209,78 +202,44 @@ def test_scores_by_view_are_those_of_one_view():
 # --------------------------------------------------------------------------- bad input
 
 
-def with_other_archives(folder: Path) -> None:
-    np.savez(folder / "poses.npz", poses=np.zeros((3, 4, 4)))
-    with np.load(folder / "cow" / "cow_views_equator.npz") as archive:
-        few = {key: array[:4] if array.ndim else array for key, array in archive.items()}
-    np.savez(folder / "few.npz", **few)
-    write_ball(folder / "large.npz", np.linspace(0, 360, 5), 60.0, size=20)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--data nowhere.npz", "no nowhere.npz in .*TYXE_DATA.*--data.*docs/nerf.md"),
-        ("--data poses.npz", r"holds poses \(3, 4, 4\) float64; expected images"),
         ("--data few.npz", "few.npz has 4 views; expected at least 5"),
         ("--over large.npz", "large.npz has cameras or images of another size .*--over none$"),
     ],
 )
 def test_one_line_says_what_the_data_lack(options: str, message: str, folder: Path):
-    with_other_archives(folder)
+    write_ball(folder / "few.npz", np.linspace(0, 180, 4))
+    write_ball(folder / "large.npz", np.linspace(0, 360, 5), 60.0, size=20)
     with pytest.raises(SystemExit, match=message) as left:
         nerf.experiment.main(["--smoke-test", *options.split(), "--out", str(folder / "out")])
     assert len(left.value.code.splitlines()) == 1
 
 
-def test_kl_factor_below_zero(capsys):
-    with pytest.raises(SystemExit):
-        nerf.experiment.main(["--kl-factors", "1", "-0.5"])
-    assert "--kl-factors has -0.5; expected positive numbers" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_missing_gpu(capsys):
-    with pytest.raises(SystemExit):
-        nerf.experiment.main(["--device", "cuda"])
-    assert "--device cuda, but torch finds no GPU" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda arrays: arrays.pop("R"), "fov_deg () float32; expected"),
-        (lambda a: a.update(R=a["R"][:, :, :2]), "R (9, 3, 2) float32"),
-        (lambda a: a.update(T=a["T"][:3]), "T (3, 3) float32"),
-        (lambda a: a.update(images=a["images"] / 255), "images (9, 16, 16, 3) float64"),
-        (lambda a: a.update(images=a["images"][:, :12]), "images (9, 12, 16, 3) uint8"),
-        (lambda a: a.update(images=np.uint8(3)), "images () uint8"),
-        (lambda a: a.clear(), "holds no arrays; expected"),
+        (lambda arrays: arrays.pop("R"), r"fov_deg \(\) float32"),
+        (lambda arrays: arrays.update(T=arrays["T"][:3]), r"T \(3, 3\) float32"),
+        (lambda a: a.update(images=a["images"] / 255), r"images \(9, 16, 16, 3\) float64"),
+        (lambda a: a.update(images=np.uint8(3)), r"images \(\) uint8"),
+        (lambda arrays: arrays.clear(), "holds no arrays"),
+        (lambda arrays: arrays.update(images=np.array([{}])), "Object arrays cannot be loaded"),
     ],
 )
 def test_views_of_another_layout(folder: Path, change, found: str):
-    path = folder / "cow" / "cow_views_equator.npz"
-    with np.load(path) as archive:
+    with np.load(folder / "cow" / "cow_views_equator.npz") as archive:
         arrays = dict(archive)
     change(arrays)
-    other = folder / "other.npz"
-    np.savez(other, **arrays)
-    with pytest.raises(ValueError, match=r"expected images \(V, S, S, 3\), silhouettes") as error:
+    np.savez(folder / "other.npz", **arrays)
+    wanted = r"expected images \(V, S, S, 3\), silhouettes.*R \(V, 3, 3\), T \(V, 3\), azimuth_deg"
+    with pytest.raises(ValueError, match=rf"^{folder}/other.npz.*{found}.*{wanted}"):
         rendering.load("other.npz")
-    assert str(error.value).startswith(str(other))
-    assert found in str(error.value)
-    assert "R (V, 3, 3), T (V, 3), azimuth_deg (V), fov_deg ()" in str(error.value)
 
 
-def test_files_that_hold_no_plain_arrays(folder: Path):
+def test_a_file_that_is_no_archive(folder: Path):
     (folder / "text.npz").write_text("poses")
-    np.save(folder / "one.npy", np.zeros(3))
-    np.savez(folder / "objects.npz", images=np.array([{}, None]))
-    for name, found in (
-        ("text.npz", "is no archive of numpy"),
-        ("one.npy", "is no archive of numpy"),
-        ("objects.npz", "Object arrays cannot be loaded"),
-    ):
-        with pytest.raises(ValueError, match=rf"{found}.*expected images \(V, S, S, 3\)") as error:
-            rendering.load(name)
-        assert str(error.value).startswith(str(folder / name))
+    with pytest.raises(ValueError, match=r"text.npz is no archive of numpy.*expected images"):
+        rendering.load("text.npz")

@@ -71,12 +71,6 @@ def test_silhouette_of_a_ball(centre):
         assert 50 < int((chord > step).sum()) < size**2 / 2
         expected = torch.tensor([0.2, 0.5, 0.9]).double()[:, None, None] * image[3]
         torch.testing.assert_close(image[:3], expected)
-    if not bool(centre.any()):  # a disc: tan(asin(r / d)) from the middle
-        radius_seen = math.tan(math.asin(radius / DISTANCE)) / half
-        area = (found[:, 3] == 1).double().mean((1, 2)) * 4
-        # a pixel's width of doubt all around
-        doubt = 2 * math.pi * radius_seen * (2 / size)
-        assert bool(((area - math.pi * radius_seen**2).abs() < doubt).all())
 
 
 def test_views_at_pixel_centres_are_their_pixels():
@@ -129,12 +123,6 @@ def test_cow_fills_its_silhouettes(name: str):
     turned = replace(views, rotation=views.rotation.mT)
     covered = renderer.images(turned[some], hull(turned, wider))[:, 3] > 0
     assert covered[masks[some]].float().mean() < 0.9
-    # the cow fits into [-1, 1]^3, and so does what all cameras see of it
-    line = torch.linspace(-1.5, 1.5, 61)
-    grid = torch.cartesian_prod(line, line, line)
-    inside = hull(views, masks)(grid, None)[0] > 0
-    assert int(inside.sum()) > 1_000
-    assert bool((grid[inside].abs() <= 1).all())
 
 
 # --------------------------------------------------------------------------- marching
@@ -148,34 +136,6 @@ def test_march_is_the_sum_over_points():
         for a_i, c_i in zip(a, c, strict=True):
             seen, left = seen + left * a_i * c_i, left * (1 - a_i)
         torch.testing.assert_close(found, torch.cat([seen, (1 - left)[None]]))
-
-
-def test_slab_of_constant_density():
-    """Opacity is 1 - prod(1 - a); as the steps get finer, 1 - exp(-density x length)."""
-    density, thickness, near, far = 1.3, 0.8, 2.0, 3.4
-    views = views_from([0.0], size=4)
-
-    def slab(step):
-        def field(points, directions):
-            inside = points[..., 2].abs() < thickness / 2
-            # the camera looks along -z: a step of depth is a step of z
-            opacity = inside * (1 - math.exp(-density * step))
-            return opacity.double(), torch.full_like(points, 0.25)
-
-        return field
-
-    for depths in (15, 1_401):
-        step = (far - near) / (depths - 1)
-        found = TorchRenderer(4, depths, near, far, 100).images(views, slab(step))
-        z = np.linspace(near, far, depths) - DISTANCE
-        count = int((np.abs(z) < thickness / 2 - 1e-9).sum())
-        expected = 1 - math.exp(-density * step) ** count
-        torch.testing.assert_close(found[:, 3], torch.full_like(found[:, 3], expected))
-        # the colour of a constant field is its colour, as far as it is opaque
-        torch.testing.assert_close(found[:, :3], 0.25 * found[:, 3:].expand(-1, 3, -1, -1))
-        # within half a step at either end
-        limit = 1 - math.exp(-density * thickness)
-        assert abs(expected - limit) < (1 - limit) * math.expm1(density * step)
 
 
 def test_field_gets_unit_directions_in_pieces():
@@ -215,10 +175,10 @@ def pytorch3d(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "pytorch3d.renderer", implicit_renderer)
 
 
-def cloudy(width=16):
+def cloudy():
     """Return a field that is neither empty nor opaque, and looks different from everywhere."""
     torch.manual_seed(0)
-    net = RadianceField(4, width)
+    net = RadianceField(4, 16)
     with torch.no_grad():
         net.density[0].bias.fill_(-0.25)
         for layer in (net.of_point, net.of_direction, net.colour[1]):
@@ -227,9 +187,7 @@ def cloudy(width=16):
 
 
 def test_pytorch3d_makes_the_same_images(pytorch3d: None):
-    views = views_from([0.0, 40.0, 250.0], elevation=15.0, size=12)
-    names = ("pixels", "rotation", "translation", "azimuth")
-    views = replace(views, **{name: getattr(views, name).float() for name in names})
+    views = views_from([0.0, 40.0, 250.0], elevation=15.0, size=12).to(torch.float32)
     net = cloudy()
     settings = {"size": 12, "depths": 20, "near": 1.65, "far": 3.75, "chunk": 500}
     ours, theirs = (RENDERERS[name](**settings) for name in ("torch", "pytorch3d"))
@@ -240,27 +198,25 @@ def test_pytorch3d_makes_the_same_images(pytorch3d: None):
             assert expected.amax() > 0.3
             assert (expected[0] - expected[1]).abs().amax() > 0.05
             torch.testing.assert_close(theirs.images(views, field), expected, atol=1e-4, rtol=1e-4)
-        opacity = ours.images(views, net)[:, 3]
-        assert opacity.amin() > 0.05
-        assert opacity.amax() < 0.95
         found, xy = theirs.random_rays(views, net, 300)
         assert xy.shape == (3, 300, 2)
         torch.testing.assert_close(found, ours.through(views, net, xy), atol=1e-4, rtol=1e-4)
     # 300 uniform numbers leave the outer tenth empty once in 10^6.
-    for line in xy.unbind(-1):
-        assert bool((line.amin(1) < -0.9).all())
-        assert bool((line.amax(1) > 0.9).all())
-        assert bool((line.abs() <= 1).all())
+    assert bool((xy.amin(1) < -0.9).all())
+    assert bool((xy.amax(1) > 0.9).all())
+    assert bool((xy.abs() <= 1).all())
     assert not torch.equal(xy[0], xy[1])
 
 
 @pytest.mark.parametrize(
     ("error", "found"),
     [
-        (ModuleNotFoundError("No module named 'pytorch3d'", name="pytorch3d"), "needs pytorch3d ("),
-        (ImportError("undefined symbol: _ZN3c10", name="pytorch3d._C"), "needs pytorch3d (undef"),
-        (ImportError("cannot import name 'renderer'"), "needs pytorch3d (cannot"),
-        (ModuleNotFoundError("No module named 'iopath'", name="iopath"), "needs iopath ("),
+        (
+            ImportError("undefined symbol: _ZN3", name="pytorch3d._C"),
+            r"pytorch3d \(undef.*-std",
+        ),
+        (ImportError("cannot import name 'renderer'"), r"pytorch3d \(cannot.*-std"),
+        (ModuleNotFoundError("No module named 'iopath'", name="iopath"), r"iopath \(No.*l iopath$"),
     ],
 )
 def test_what_is_missing_is_named(error, found: str, monkeypatch: pytest.MonkeyPatch):
@@ -272,12 +228,5 @@ def test_what_is_missing_is_named(error, found: str, monkeypatch: pytest.MonkeyP
     for name in [name for name in sys.modules if name.partition(".")[0] == "pytorch3d"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    with pytest.raises(ImportError) as raised:
+    with pytest.raises(ImportError, match=f"--renderer pytorch3d needs {found}"):
         RENDERERS["pytorch3d"](8, 6, 1.65, 3.75, 100)
-    message = str(raised.value)
-    assert message.startswith(f"--renderer pytorch3d {found}")
-    if "iopath" in found:
-        assert message.endswith("pip install iopath")
-    else:
-        assert "--no-build-isolation" in message
-        assert "-std=c++20" in message

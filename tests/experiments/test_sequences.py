@@ -7,7 +7,6 @@ import class_balance
 import common
 import numpy as np
 import pytest
-import run
 import runner
 import sequence_data
 import split_cifar
@@ -19,14 +18,9 @@ from torch import nn
 
 @pytest.mark.parametrize("name", ["permuted", "disjoint", "vision"])
 def test_task_sequences(name: str, smoke, stand_ins, monkeypatch):
-    net = sequence_data.LeNet()
-    sizes = [20 * 76, 50 * 501, 500 * 1_251, 10 * 501]
-    assert sum(parameter.numel() for parameter in net.parameters()) == sum(sizes)
-    monkeypatch.setattr(sequence_data, "LeNet", lambda: type(net)(3, 4, 5))
+    kind = sequence_data.LeNet
+    monkeypatch.setattr(sequence_data, "LeNet", lambda: kind(3, 4, 5))
     found = smoke(task_sequences.experiments[name])
-    assert found.content["command"].startswith(
-        f"python experiments/run.py task_sequences {name} --s"
-    )
     methods = [*found.content["strengths"]]
     assert [label.partition(",")[0] for label, _ in found.cells] == methods
     assert {"SI", "ML"} < set(methods)
@@ -34,7 +28,6 @@ def test_task_sequences(name: str, smoke, stand_ins, monkeypatch):
         count = {"disjoint": 2, "permuted": 2, "vision": 4}[name]
         assert [len(row) for row in cell["accuracy"]] == list(range(1, count + 1))
     assert list(found.record.path.parent.glob("**/*.pt")) == []
-    assert len(found.page.splitlines()) == 2 + len(methods)
     assert ("own classes" in found.page) == (name == "disjoint")
 
 
@@ -51,9 +44,8 @@ def test_online_laplace(smoke, stand_ins, tmp_path, capsys):
         assert [len(row) for row in cell["accuracy"]] == list(range(1, 5))
     assert len(found.page.splitlines()) == 2 + len(methods)
     # What learns all tasks at once is untrained until the last, and no curve.
-    lines = {
-        line.get_label(): line for line in task_sequences.over_tasks(found.record).axes[0].lines
-    }
+    axes = task_sequences.over_tasks(found.record).axes[0]
+    lines = {line.get_label(): line for line in axes.lines}
     last = statistics.fmean(found.cells["at once, decay 0.5", "0"]["accuracy"][-1])
     assert [*lines["at once, decay 0.5"].get_ydata()] == pytest.approx([100 * last] * 2)
     # Another decay is another cell of the same record.
@@ -63,24 +55,14 @@ def test_online_laplace(smoke, stand_ins, tmp_path, capsys):
     assert list(record.cells)[len(methods) :] == [("diag, lambda 3", "0")]
 
 
-def test_a_method_that_a_sequence_has_not_is_an_error_of_the_command(tmp_path):
-    arguments = ["disjoint", "--methods", "EWC", "ML", "--out", str(tmp_path)]
-    message = "no strengths for EWC: give --strengths; methods with strengths are kron"
-    with pytest.raises(SystemExit, match=message):
-        run.main(["task_sequences", *arguments])
-
-
 def test_permuted_tasks_are_orders_of_the_same_images(stand_ins):
     s = task_sequences.experiments["online"].at("smoke")
     _, tasks, part = sequence_data.permuted(s, 0)
-    assert tasks == ["1", "2"]
     first, second = (part(task, 0)[0] for task in tasks)
     assert torch.equal(first.sort(1).values, second.sort(1).values)
     assert not torch.equal(first, second)
     assert torch.equal(first, sequence_data.mnist(s)[0][0])
-    assert torch.equal(part("1", 1)[1], part("2", 1)[1])
-    again = sequence_data.permuted(s, 0)[2]
-    assert torch.equal(again("2", 1)[0], part("2", 1)[0])
+    assert torch.equal(sequence_data.permuted(s, 0)[2]("2", 1)[0], part("2", 1)[0])
     assert not torch.equal(sequence_data.permuted(s, 1)[2]("2", 1)[0], part("2", 1)[0])
 
 
@@ -90,9 +72,7 @@ def test_batches_at_once_are_of_all_tasks(stand_ins):
     batches = sequence_data.AtOnce(part, tasks, 50)
     assert (len(batches), batches.points) == (5, 250)
     known = {tuple(row) for task in tasks for row in part(task, 0)[0].tolist()}
-    for x, y in batches:
-        assert (x.shape, y.shape) == ((50, 784), (50,))
-        assert {tuple(row) for row in x.tolist()} <= known
+    assert all({tuple(row) for row in x.tolist()} <= known for x, _ in batches)
 
 
 def test_own_classes_leave_the_others_out():
@@ -179,9 +159,6 @@ def test_split_cifar(smoke, every_set, monkeypatch):
     monkeypatch.setattr(
         split_mnist, "learn", lambda *args, **how: given.append(how) or learn(*args, **how)
     )
-    net = split_cifar.Net(32, 512)
-    sizes = [32 * 28, 32 * 289, 64 * 289, 64 * 577, 512 * 4_097, 10 * 513]  # [T fig. 5.4]'s
-    assert sum(parameter.numel() for parameter in net.parameters()) == sum(sizes)
     methods = split_cifar.experiment.at("smoke").methods
     found = smoke(split_cifar.experiment)
     names = ["CIFAR-10", *(f"task {number}" for number in range(2, 7))]

@@ -192,10 +192,8 @@ def test_mile(smoke, airfoil):
     # What takes longest is run last.
     assert list(found.cells) == [("airfoil", method, "1") for method in mile.METHODS]
     assert [cell["draws"] for cell in found.cells.values()] == [1, 2, 2 * 4, 4, 4, 2 * 4]
-    lines = found.page.splitlines()[2:]
-    for line, (key, cell) in zip(lines, found.cells.items(), strict=True):
-        name, method, splits, lppd, *_ = line.strip("| ").split(" | ")
-        assert (name, method, splits, lppd) == (*key[:2], "1", f"{cell['LPPD']:.3f}")
+    for line, (key, cell) in zip(found.page.splitlines()[2:], found.cells.items(), strict=True):
+        assert line.startswith(f"| {' | '.join(key[:2])} | 1 | {cell['LPPD']:.3f} |")
 
 
 # --------------------------------------------------------------------------- parts of them
@@ -237,18 +235,14 @@ def test_the_grid_is_wide_and_fine_enough():
     torch.testing.assert_close(spread, sd, atol=0.01, rtol=0)
 
 
-def test_validation_images_choose_and_test_images_do_not():
+def test_validation_images_choose_a_prior_and_all_entropies_are_in_bins():
     def cell(validation, test):
         return {"rows": {"MAP": {"validation NLL": validation, "NLL": test}}}
 
     found = {0.1: [cell(0.4, 0.1), cell(0.5, 0.1)], 1.0: [cell(0.3, 0.9), cell(0.5, 0.9)]}
     assert prior_precision.chosen(found, "MAP") == 1.0
-
-
-def test_no_entropy_is_out_of_the_bins():
-    counts = prior_precision.of_bins(torch.tensor([0.0, math.log(10)]))
+    counts = prior_precision.of_bins(torch.tensor([0.0, math.log(10)]))  # the least and the most
     assert counts[0] == counts[-1] == 1
-    assert counts.sum() == 2
 
 
 def test_ranks_of_seeds_are_pooled():
@@ -276,10 +270,9 @@ def test_splits_are_standardised(airfoil):
     assert not bool((mile.split("airfoil", 2)[1][0] == test).all())
 
 
-def test_the_nets_of_mile():
+def test_outputs_of_mile_are_a_mean_and_a_scale():
     outputs = mile.LogScale()(torch.tensor([[1.0, 0.0], [-2.0, math.log(3)]]))
     torch.testing.assert_close(outputs, torch.tensor([[1.0, 1.0], [-2.0, 3.0]]))
-    assert sum(p.numel() for p in mile_digits.make_net().parameters()) == 4_824
 
 
 def test_regions_are_where_the_data_are_and_are_not():

@@ -52,20 +52,6 @@ def test_other_seeds_run_at_the_best_beta_only():
     assert len([key for key, _ in images.cells(every, found) if key[4] == 1]) == 2 * 3 + 3
 
 
-def test_the_paper_s_net_has_its_size():
-    assert sum(p.numel() for p in images.preact_resnet18().parameters()) == 11_172_170
-    assert sum(p.numel() for p in images.cnn().parameters()) == 27_338
-    assert sum(p.numel() for p in images.cnn(32, 3).parameters()) == 27_914
-    assert images.cnn(32, 3)(torch.rand(2, 3, 32, 32)).shape == (2, 10)
-
-
-def test_cifar10_is_small_unless_published():
-    levels = images.experiment.at(), images.experiment.at("published")
-    small, paper = (images.settings_of(s, "cifar10") for s in levels)
-    assert (small["width"], small["training images"], small["augmentation"]) == (None, 8_000, True)
-    assert (paper["width"], paper["training images"], paper["epochs"]) == (64, None, 200)
-
-
 # --- one fixed variance -------------------------------------------------------------------------
 
 
@@ -95,13 +81,6 @@ def test_every_weight_keeps_the_standard_deviation(method, monkeypatch):
     assert len(seen) == 2 * 8
     for scale in seen:
         torch.testing.assert_close(scale, torch.full_like(scale, 0.1))
-
-
-def test_all_batch_sizes_have_as_many_steps():
-    s = fixed_variance.experiment.at()
-    for size in (25, 100, 200):
-        batches = -(-s.training_images // size)
-        assert s.steps % batches == 0
 
 
 def test_no_image_is_of_two_parts():

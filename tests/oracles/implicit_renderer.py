@@ -1,10 +1,10 @@
 """What `pytorch3d.renderer` has of an implicit renderer, by its documentation, in loops and sums.
 
-Written from the conventions of PyTorch3D's documentation, for tests where it is not installed:
-rows times matrices, rays whose lengths are depths, images whose +x is left and +y is up. It shares
-no code with experiments/rendering.py.
+For tests where PyTorch3D is not installed: rows times matrices, rays whose lengths are depths,
+images whose +x is left and +y is up. It shares no code with experiments/rendering.py.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,8 @@ class RayBundle(NamedTuple):
 
 
 def ray_bundle_to_ray_points(bundle: RayBundle) -> Tensor:
-    return (
-        bundle.origins[..., None, :] + bundle.lengths[..., None] * bundle.directions[..., None, :]
-    )
+    along = bundle.lengths[..., None] * bundle.directions[..., None, :]
+    return bundle.origins[..., None, :] + along
 
 
 class FoVPerspectiveCameras:
@@ -34,94 +33,81 @@ class FoVPerspectiveCameras:
         self.scale = torch.tan(torch.deg2rad(torch.tensor(fov, dtype=T.dtype)) / 2)
 
     def unproject(self, view: int, xy: Tensor, depth: float) -> Tensor:
-        """Return the point of the world at a point of the image and a depth."""
-        camera = torch.stack(
-            [xy[0] * depth * self.scale, xy[1] * depth * self.scale, xy[0] * 0 + depth]
-        )
+        """Return the points of the world at points of the image `(n, 2)` and a depth."""
+        camera = torch.cat([xy * depth * self.scale, torch.full_like(xy[:, :1], depth)], 1)
         # X_camera = X_world R + T
-        return torch.linalg.solve(self.R[view].T, camera - self.T[view])
+        return torch.linalg.solve(self.R[view].T, (camera - self.T[view]).T).T
 
 
 def _bundle(cameras: FoVPerspectiveCameras, xys: Tensor, lengths: Tensor) -> RayBundle:
     """Return rays through points of the image `(V, n, 2)`."""
-    origins, directions = torch.empty(*xys.shape[:2], 3), torch.empty(*xys.shape[:2], 3)
-    for view, points in enumerate(xys):
-        for ray, xy in enumerate(points):
-            one, two = (cameras.unproject(view, xy, depth) for depth in (1.0, 2.0))
-            directions[view, ray], origins[view, ray] = two - one, 2 * one - two
-    return RayBundle(origins, directions, lengths.expand(*xys.shape[:2], -1), xys)
+    one, two = (
+        torch.stack([cameras.unproject(view, xy, depth) for view, xy in enumerate(xys)])
+        for depth in (1.0, 2.0)
+    )
+    return RayBundle(2 * one - two, two - one, lengths.expand(*xys.shape[:2], -1), xys)
 
 
+@dataclass(kw_only=True)
 class NDCMultinomialRaysampler:
     """A ray through the centre of each pixel."""
 
-    def __init__(
-        self,
-        *,
-        image_width: int,
-        image_height: int,
-        n_pts_per_ray: int,
-        min_depth: float,
-        max_depth: float,
-    ) -> None:
-        self.size = image_height, image_width
-        self.lengths = torch.linspace(min_depth, max_depth, n_pts_per_ray)
+    image_width: int
+    image_height: int
+    n_pts_per_ray: int
+    min_depth: float
+    max_depth: float
 
     def __call__(self, cameras: FoVPerspectiveCameras, **_: Any) -> RayBundle:
-        height, width = self.size
-        xys = torch.tensor(
-            [
-                [1 - (2 * column + 1) / width, 1 - (2 * row + 1) / height]
-                for row in range(height)
-                for column in range(width)
-            ]
-        )
-        found = _bundle(cameras, xys.expand(len(cameras.T), -1, -1), self.lengths)
-        return RayBundle(*(part.unflatten(1, self.size) for part in found))
+        size = height, width = self.image_height, self.image_width
+        centres = [
+            [1 - (2 * column + 1) / width, 1 - (2 * row + 1) / height]
+            for row in range(height)
+            for column in range(width)
+        ]
+        xys = torch.tensor(centres).expand(len(cameras.T), -1, -1)
+        lengths = torch.linspace(self.min_depth, self.max_depth, self.n_pts_per_ray)
+        return RayBundle(*(part.unflatten(1, size) for part in _bundle(cameras, xys, lengths)))
 
 
+@dataclass(kw_only=True)
 class MonteCarloRaysampler:
     """Rays through random points of a rectangle."""
 
-    def __init__(
-        self,
-        min_x: float,
-        max_x: float,
-        min_y: float,
-        max_y: float,
-        n_rays_per_image: int,
-        n_pts_per_ray: int,
-        min_depth: float,
-        max_depth: float,
-    ) -> None:
-        self.low, self.high = torch.tensor([min_x, min_y]), torch.tensor([max_x, max_y])
-        self.count = n_rays_per_image
-        self.lengths = torch.linspace(min_depth, max_depth, n_pts_per_ray)
+    min_x: float
+    max_x: float
+    min_y: float
+    max_y: float
+    n_rays_per_image: int
+    n_pts_per_ray: int
+    min_depth: float
+    max_depth: float
 
     def __call__(self, cameras: FoVPerspectiveCameras, **_: Any) -> RayBundle:
-        xys = self.low + (self.high - self.low) * torch.rand(len(cameras.T), self.count, 2)
-        return RayBundle(*(part[:, :, None] for part in _bundle(cameras, xys, self.lengths)))
+        low, high = torch.tensor([[self.min_x, self.min_y], [self.max_x, self.max_y]])
+        xys = low + (high - low) * torch.rand(len(cameras.T), self.n_rays_per_image, 2)
+        lengths = torch.linspace(self.min_depth, self.max_depth, self.n_pts_per_ray)
+        return RayBundle(*(part[:, :, None] for part in _bundle(cameras, xys, lengths)))
 
 
 class EmissionAbsorptionRaymarcher:
     """Features and opacity of rays, a depth after the other."""
 
     def __call__(self, rays_densities: Tensor, rays_features: Tensor, **_: Any) -> Tensor:
-        left, seen = (
-            torch.ones_like(rays_densities[..., 0, :]),
-            torch.zeros_like(rays_features[..., 0, :]),
-        )
+        left = torch.ones_like(rays_densities[..., 0, :])
+        seen = torch.zeros_like(rays_features[..., 0, :])
         for depth in range(rays_densities.shape[-2]):
             seen = seen + left * rays_densities[..., depth, :] * rays_features[..., depth, :]
             left = left * (1 - rays_densities[..., depth, :])
         return torch.cat([seen, 1 - left], -1)
 
 
+@dataclass
 class ImplicitRenderer:
     """Samples rays, asks the function for densities and features, and marches."""
 
-    def __init__(self, raysampler: Any, raymarcher: Any) -> None:
-        self.raysampler, self.raymarcher = raysampler, raymarcher
+    raysampler: Any
+    raymarcher: Any
 
     def __call__(
         self, cameras: FoVPerspectiveCameras, volumetric_function: Any

@@ -1,0 +1,79 @@
+"""The nets of experiments have the sizes of their papers', and bad options are named."""
+
+import binary
+import image_laplace
+import inducing_images
+import mile_digits
+import nerf
+import pytest
+import run
+import sequence_data
+import split_cifar
+import torch
+import variational_laplace_images as images
+
+GREY, COLOURED = (2, 1, 28, 28), (2, 3, 32, 32)
+WIDTHS = image_laplace.experiment.at("published").widths
+# How each is made, its parameters layer by layer where they are few, and the shape of its inputs.
+NETS = {
+    "binary, cnn": (
+        lambda: binary.NETS["cnn"]([64, 128, 2048]),
+        9 * 64 + 9 * 64 * 128 + 49 * 128 * 2048 + 20_480,
+        GREY,
+    ),
+    "binary, mlp": (lambda: binary.NETS["mlp"]([100, 100]), 78_400 + 10_000 + 1_000, GREY),
+    "Laplace, mlp": (lambda: image_laplace.make_net("mlp", WIDTHS["mlp"]), 1_494_154, GREY),
+    "Laplace, cnn": (lambda: image_laplace.make_net("cnn", WIDTHS["cnn"]), 892_010, GREY),
+    "inducing": (lambda: inducing_images.make_net("16", 1), 77_754, GREY),
+    "inducing, ResNet-50": (lambda: inducing_images.make_net("resnet50", 3), 23_520_842, COLOURED),
+    "LeNet": (sequence_data.LeNet, 20 * 76 + 50 * 501 + 500 * 1_251 + 10 * 501, None),
+    "split CIFAR": (  # [T fig. 5.4]'s
+        lambda: split_cifar.Net(32, 512),
+        32 * 28 + 32 * 289 + 64 * 289 + 64 * 577 + 512 * 4_097 + 10 * 513,
+        None,
+    ),
+    "VL, ResNet-18": (images.preact_resnet18, 11_172_170, COLOURED),
+    "VL, grey": (images.cnn, 27_338, None),
+    "VL, coloured": (lambda: images.cnn(32, 3), 27_914, COLOURED),
+    "MILE on digits": (mile_digits.make_net, 4_824, None),
+    "radiance field": (  # 360-256-256, 256-1, and 256 + 360 - 256 - 3
+        lambda: nerf.RadianceField(60, 256),
+        360 * 256 + 256 + 256 * 256 + 256 + 257 + (256 + 360) * 256 + 256 + 256 * 3 + 3,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_nets_have_their_sizes(name: str):
+    make, count, shape = NETS[name]
+    if "ResNet" in name:
+        pytest.importorskip("torchvision", reason="these nets are torchvision's")
+    net = make()
+    assert sum(parameter.numel() for parameter in net.parameters()) == count
+    if shape:
+        assert net(torch.zeros(shape)).shape == (2, 10)
+
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+REFUSED = [
+    ("large_graph --nodes 1000", "--nodes is 1000; expected at least 20000, to train and to test"),
+    ("nerf --kl-factors 1 -0.5", "--kl-factors has -0.5; expected positive numbers"),
+    pytest.param("nerf --device cuda", "cuda, but torch finds no GPU", marks=no_gpu),
+    ("resnet --device cuda:99", "--device cuda:99"),
+    ("task_sequences disjoint --methods EWC ML", "no strengths for EWC: give --strengths"),
+    ("two_clusters", "expected one of regression, variational_laplace"),
+    ("two_clusters three", "expected one of regression, variational_laplace"),
+    ("two", "there is no experiment two; `--help` lists them"),
+    ("uci --data missing.npz", "there is no file missing.npz"),
+    ("uci --data iris", "--data is iris; expected some of australian, cancer"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED)
+def test_bad_commands_are_refused(command: str, message: str, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        run.main(command.split())
+    assert message in f"{left.value.code} {capsys.readouterr().err}"
+    assert not list(tmp_path.iterdir())
