@@ -72,7 +72,7 @@ SCORES = {"lac": probabilities, "aps": probabilities, "normalized": pairs, "cqr"
 @pytest.mark.parametrize(("score", "level"), [*((score, 0.7) for score in SCORES), ("aps", 0.9)])
 def test_coverage_is_within_its_band(score, level):
     """Of a new point, over calibration sets: a binomial of so many independent ones."""
-    calibration, new, simulations = 39, 1, 3_000
+    calibration, new, simulations = 39, 1, 1_500
     covered = 0
     for _ in range(simulations):
         conformal = SplitConformal(score, level).fit(*SCORES[score](calibration))

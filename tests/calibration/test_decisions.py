@@ -37,7 +37,7 @@ def risk_above(thresholds):
 @pytest.mark.filterwarnings("ignore:nothing is answered")
 def test_the_risk_is_kept_in_as_many_data_sets_as_said():
     torch.manual_seed(0)
-    risk, delta, repetitions = 0.05, 0.1, 1_000
+    risk, delta, repetitions = 0.05, 0.1, 500
     fits = [RiskControl(risk, delta).fit(*points(1_000)).threshold for _ in range(repetitions)]
     thresholds = torch.tensor(fits, dtype=torch.float64)
     answers = thresholds < math.inf
@@ -161,7 +161,7 @@ def regression(n):
 @pytest.mark.parametrize("folds", [None, 5])
 def test_intervals_cover_as_often_as_they_say_with_few_points(folds):
     torch.manual_seed(0)
-    level, n, repetitions = 0.8, 20, 250
+    level, n, repetitions = 0.8, 20, 150
     found = []
     for _ in range(repetitions):
         x, y = regression(n + 20)

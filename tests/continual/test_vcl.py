@@ -15,12 +15,10 @@ from tyxe.testing import GUIDES
 
 pytestmark = pytest.mark.usefixtures("double")
 
-FULL = {
-    "AutoMultivariateNormal": autoguide.AutoMultivariateNormal,
-    "AutoLowRankMultivariateNormal": functools.partial(
-        autoguide.AutoLowRankMultivariateNormal, rank=3
-    ),
-}
+FULL = [
+    (autoguide.AutoMultivariateNormal, 1),
+    (functools.partial(autoguide.AutoLowRankMultivariateNormal, rank=3), -1),
+]
 
 
 def maximize_elbo(bnn, x, y):
@@ -40,13 +38,12 @@ def maximize_elbo(bnn, x, y):
     minimise(bnn.net_guide.parameters(), loss, max_iter=2000, max_eval=4000, tolerance_grad=1e-13)
 
 
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize("guide", FULL)
+@pytest.mark.parametrize(("guide", "order"), FULL)
 def test_full_covariance_vcl_of_a_linear_stream_is_the_batch_posterior(guide, order):
     torch.manual_seed(0)
     x = torch.randn(8, 2)
     y = x @ torch.tensor([[1.0], [-0.5]]) + 0.3 + NOISE * torch.randn(8, 1)
-    bnn = vcl(FULL[guide])
+    bnn = vcl(guide)
     for part_x, part_y in list(zip(x.split([2, 1, 5]), y.split([2, 1, 5]), strict=True))[::order]:
         maximize_elbo(bnn, part_x, part_y)
         four_lines(bnn)
