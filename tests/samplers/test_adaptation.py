@@ -8,7 +8,7 @@ import torch
 
 from tests.oracles.densities import scaled_gaussian
 from tyxe.samplers import HMC, NUTS, Length, Run
-from tyxe.samplers.adaptation import DualAveraging, Moments, choose, windows
+from tyxe.samplers.adaptation import DualAveraging, Moments, windows
 from tyxe.samplers.hamiltonian import reasonable_step_size
 from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
 
@@ -39,13 +39,9 @@ def test_windows_are_those_of_the_rule(length):
     assert collects.shape == ends.shape == (length,)
     assert collects.nonzero().flatten().tolist() == list(range(first, stop))
     assert ends.nonzero().flatten().tolist() == expected
-
-
-def test_the_schedule_has_the_windows_and_the_last_transition():
-    schedule = NUTS().plan(Length(200))
-    assert torch.equal(torch.stack(windows(200), -1), schedule[:, :2])
-    assert schedule[:, 2].nonzero().flatten().tolist() == [199]
-    assert NUTS().plan(Length(0)).shape == (0, 3)
+    schedule = NUTS().plan(Length(length))
+    assert torch.equal(schedule[:, :2], torch.stack([collects, ends], -1))
+    assert schedule[:, 2].nonzero().flatten().tolist() == ([length - 1] if length else [])
 
 
 def test_running_moments_are_those_of_numpy():
@@ -85,17 +81,6 @@ def test_dual_averaging_is_the_recursion_of_the_paper():
             assert float(averages[m - 1][chain]) == pytest.approx(log_average, rel=1e-12)
 
 
-def test_a_choice_goes_by_chain_through_nested_tuples():
-    mask = torch.tensor([True, False, True])
-    new = (torch.ones(3), Moments(torch.ones(3), torch.ones(3, 2), torch.ones(3, 2, 2)))
-    old = (torch.zeros(3), Moments(torch.zeros(3), torch.zeros(3, 2), torch.zeros(3, 2, 2)))
-    found = choose(mask, new, old)
-    assert type(found[1]) is Moments
-    for one in (found[0], *found[1]):
-        expected = mask.double().reshape(3, *[1] * (one.dim() - 1)).expand(one.shape)
-        assert torch.equal(one, expected)
-
-
 @pytest.mark.parametrize("first", [1e-8, 1.0, 1e8])
 def test_the_first_step_size_is_where_one_step_s_acceptance_crosses_the_threshold(first):
     scales = torch.tensor([0.01, 1.0])
@@ -121,7 +106,7 @@ def test_the_first_step_size_is_where_one_step_s_acceptance_crosses_the_threshol
 def test_a_warm_up_has_the_wanted_acceptance(kernel, target):
     chains, d, length = 64, 5, 100
     scales = torch.linspace(0.5, 2, d)
-    options = {"num_steps": 3} if kernel is HMC else {}
+    options = {"num_steps": 3} if kernel is HMC else {"max_tree_depth": 4}
     made = kernel(step_size=1e-3, target_accept_prob=target, adapt_mass_matrix=False, **options)
     start = scales * torch.randn(chains, d)
     run = Run(made, scaled_gaussian(scales), start, num_samples=1, num_warmup=length)
@@ -134,10 +119,6 @@ def test_a_warm_up_has_the_wanted_acceptance(kernel, target):
         state, m = run._adaptation.averaging, made_of
         torch.testing.assert_close(state.error, (target * m - total) / (m + 10))
     assert (made_of == length).all()
-    # It pulls the error to zero by one over the root of m: by how far the step size has to go.
-    way = state.center - state.log_step
-    bound = 0.05 * way.abs() / math.sqrt(length) * (length + 10) / length
-    assert ((total / length - target).abs() <= bound + 1e-9).all()
     assert float((total / length).mean()) == pytest.approx(target, abs=0.05)
     torch.testing.assert_close(run.settings.step_size, state.log_average.exp())
 

@@ -65,7 +65,7 @@ def test_a_transition_is_that_of_a_plain_loop():
 )
 def test_exact_draws_stay_exact(kernel, make, num_samples):
     density = make()
-    starts = density.draw(10_000)
+    starts = density.draw(5_000)
     run = Run(kernel, density.potential, starts, num_samples, seed=1)
     list(run.steps())
     assert 0.3 < float(run.kept.statistics[..., 0].mean()) < 0.99

@@ -1,6 +1,5 @@
-"""MCLMC: moments of Gaussians by the wanted energy variance, its tuning, and undone steps."""
+"""MCLMC: its step, its tuning, and undone steps."""
 
-import functools
 import math
 import re
 
@@ -14,42 +13,17 @@ from tyxe.samplers.mclmc import MCLMCState, Settings
 
 pytestmark = pytest.mark.usefixtures("double")
 
-GAUSSIANS = {"100": torch.ones(100), "ill-conditioned": torch.logspace(-1, 1, 20)}
-# Warm-up and samples.
-LENGTHS = {"100": (1000, 300), "ill-conditioned": (500, 1000)}
-
-
-@functools.cache
-def sampled(name, energy_variance):
-    """Return a run from exact starts, and the squared energy errors `(steps, chains)` of all."""
-    scales = GAUSSIANS[name].double()
-    generator = torch.Generator().manual_seed(0)
-    start = scales * torch.randn(64, len(scales), generator=generator, dtype=torch.double)
-    kernel = MCLMC(energy_variance=energy_variance, step_size=0.1)
-    num_warmup, num_samples = LENGTHS[name]
-    run = Run(kernel, scaled_gaussian(scales), start, num_samples, num_warmup, seed=1)
-    return run, torch.stack([transition.statistics[:, 0].square() for transition in run.steps()])
-
 
 def mean_and_error(by_chain):
     return float(by_chain.mean()), float(by_chain.std()) / math.sqrt(len(by_chain))
 
 
-@pytest.mark.parametrize("name", GAUSSIANS)
-def test_variances_of_gaussians_are_near_and_nearer_at_a_tenth_of_the_energy_variance(name):
-    found = []
-    for variance in (5e-4, 5e-5):
-        run, _ = sampled(name, variance)
-        ratios = (run.kept.positions / GAUSSIANS[name]).square().mean((1, 2))
-        found.append(mean_and_error(ratios))
-    (plain, error), (near, near_error) = found
-    assert abs(plain - 1) < 0.1
-    assert abs(near - 1) <= max(abs(plain - 1), 4 * math.hypot(error, near_error))
-
-
-@pytest.mark.parametrize("wanted", [5e-5, 5e-4, 5e-2])
+@pytest.mark.parametrize("wanted", [5e-4, 5e-2])
 def test_the_warm_up_reaches_the_wanted_energy_variance_and_samples_have_it(wanted):
-    _, errors = sampled("100", wanted)
+    kernel = MCLMC(energy_variance=wanted, step_size=0.1)
+    potential, start = scaled_gaussian(torch.ones(100)), torch.randn(64, 100)
+    run = Run(kernel, potential, start, num_samples=300, num_warmup=1000, seed=1)
+    errors = torch.stack([transition.statistics[:, 0].square() for transition in run.steps()])
     ratio, error = mean_and_error(errors[900:1000].mean(0) / wanted)
     assert abs(ratio - 1) < 4 * error
     assert error < 0.1

@@ -42,10 +42,13 @@ def test_what_is_kept_is_what_transitions_bring(name):
     """Against a list of all that the steps have brought, for each chain by itself."""
     num_samples, warmup, thinning = 5, 7, 3
     run = run_of(name, num_samples, warmup, thinning=thinning)
+    assert (run.num_kept, run.settings) == (0, None)
     transition = [[] for _ in range(CHAINS)]
     for one in run.steps():
         for chain in one.done.nonzero()[:, 0].tolist():
             transition[chain].append([entry[chain] for entry in one[1:]])
+        made = int(run.transitions.min())
+        assert run.num_kept == min(max(made - warmup, 0) // thinning, num_samples)
     for chain, transitions in enumerate(transition):
         assert len(transitions) >= run.num_transitions == warmup + num_samples * thinning
         kept = transitions[warmup + thinning - 1 : run.num_transitions : thinning]
@@ -54,72 +57,47 @@ def test_what_is_kept_is_what_transitions_bring(name):
             assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     potentials = POTENTIAL(run.kept.positions.flatten(0, 1))[0]
     torch.testing.assert_close(run.kept.potentials.flatten(), potentials)
-
-
-@EACH
-def test_a_run_tells_how_far_it_is(name):
-    run = run_of(name, 6, 4, thinning=2)
-    assert (run.num_kept, run.settings) == (0, None)
-    for _ in run.steps():
-        made = int(run.transitions.min())
-        assert run.num_kept == min(max(made - 4, 0) // 2, 6)
-    assert run.num_kept == 6
-    assert (run.transitions >= 16).all()
     # One that is at its end makes no more steps.
-    before = run.transitions
     assert list(run.steps()) == []
-    assert torch.equal(run.transitions, before)
 
 
-@EACH
-def test_a_run_that_an_error_stops_in_mid_step_goes_on_exactly(name):
-    """Errors come from the potential: in the start, in the warm-up and after it."""
+class Flaky:
+    """A function that is interrupted at some of its calls."""
 
-    class Flaky:
-        """The start, which takes several evaluations, gets through at the second attempt."""
+    def __init__(self, function, fails):
+        self.function, self.fails, self.calls, self.stops = function, fails, 0, 0
 
-        calls = 0
-
-        def __call__(self, position):
-            self.calls += 1
-            is_start = self.calls <= 30
-            if self.calls == 2 or (not is_start and self.calls % 7 == 1):
-                raise KeyboardInterrupt
-            return POTENTIAL(position)
-
-    whole, flaky = finished(run_of(name, 6, 50)), run_of(name, 6, 50, potential=Flaky())
-    stops = 0
-    while flaky.num_kept < 6:
-        try:
-            list(flaky.steps())
-        except KeyboardInterrupt:
-            stops += 1
-    assert stops > 3
-    assert is_equal(whole, flaky)
-    assert torch.equal(whole.settings.step_size, flaky.settings.step_size)
-
-
-@EACH
-def test_an_error_in_the_adaptation_goes_on_exactly(name, monkeypatch):
-    whole = finished(run_of(name, 3, 50))
-    run = run_of(name, 3, 50)
-    kind, stops = type(run.kernel), []
-    adapt = kind.adapt
-
-    def flaky(self, *given):
-        stops.append(1)
-        if len(stops) % 5 == 0:
+    def __call__(self, *given):
+        self.calls += 1
+        if self.fails(self.calls):
+            self.stops += 1
             raise KeyboardInterrupt
-        return adapt(self, *given)
+        return self.function(*given)
 
-    monkeypatch.setattr(kind, "adapt", flaky)
-    while run.num_kept < 3:
+
+def gone_on_with(run):
+    while run.num_kept < run.num_samples:
         try:
             list(run.steps())
         except KeyboardInterrupt:
             continue
-    assert len(stops) > 5
-    assert is_equal(whole, run)
+    return run
+
+
+@EACH
+def test_a_run_that_is_stopped_in_mid_step_goes_on_exactly(name, monkeypatch):
+    """By the potential, in the start, in the warm-up and after it; and in the adaptation."""
+    whole = finished(run_of(name, 6, 50))
+    # The start, which takes several evaluations, gets through at the second attempt.
+    potential = Flaky(POTENTIAL, lambda call: call == 2 or (call > 30 and call % 7 == 1))
+    stopped = gone_on_with(run_of(name, 6, 50, potential=potential))
+    kind = type(whole.kernel)
+    adapt = Flaky(kind.adapt, lambda call: call % 5 == 0)
+    monkeypatch.setattr(kind, "adapt", lambda *given: adapt(*given))
+    for run, flaky in ((stopped, potential), (gone_on_with(run_of(name, 6, 50)), adapt)):
+        assert flaky.stops > 3
+        assert is_equal(whole, run)
+        assert torch.equal(whole.settings.step_size, run.settings.step_size)
 
 
 @EACH
@@ -183,7 +161,7 @@ def test_every_step_is_inside_the_context(name):
     assert log[1::2] == ["out"] * (len(log) // 2)
 
 
-@EACH
+@pytest.mark.parametrize("name", ["NUTS", "MCLMC"])
 def test_compiled_is_eager(name):
     """The same numbers are consumed: what differs is rounding, which short runs hardly multiply."""
     # Starts of other strides than a program's own.
@@ -194,7 +172,7 @@ def test_compiled_is_eager(name):
     for found, expected in zip(compiled.kept, eager.kept, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
     torch.testing.assert_close(compiled.settings, eager.settings, rtol=1e-7, atol=1e-7)
-    if name != "MCLMC":
+    if name == "NUTS":
         assert_window_ends_as_eager(KERNELS[name], compiled.programs[1])
 
 

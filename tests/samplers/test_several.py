@@ -92,7 +92,7 @@ def test_a_launch_is_waited_for_twice(name: str, on_gpu) -> None:
     assert waits.made == 4
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["HMC", "MCLMC"])
 def test_samples_of_launches_have_the_law_of_the_target(name: str, on_gpu) -> None:
     chains = run_of(KERNELS[name], num_samples=20, num_warmup=60, chains=300, seed=1)
     before = Recorded.made
@@ -121,8 +121,8 @@ def test_a_long_run_is_compiled_soon(on_gpu, monkeypatch) -> None:
 
 
 def test_an_interrupt_within_a_launch_is_repeated(on_gpu, monkeypatch) -> None:
-    whole = finished(run_of(NUTS(max_tree_depth=4), seed=3))
-    broken, kept, calls = run_of(NUTS(max_tree_depth=4), seed=3), Run._kept_of, []
+    whole = finished(run_of(KERNELS["HMC"], seed=3))
+    broken, kept, calls = run_of(KERNELS["HMC"], seed=3), Run._kept_of, []
 
     def stops(run: Run, transition) -> Tensor:
         calls.append(run.num_kept)
@@ -153,7 +153,7 @@ def test_steps_that_no_graph_takes_go_on_one_by_one(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(program, "Capture", refuse)
-    chains = run_of(NUTS())
+    chains = run_of(KERNELS["HMC"])
     with pytest.warns(tyxe.TyxeWarning, match="one by one.*not permitted"):
         finished(chains)
     assert chains.num_kept == 9

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from tyxe.samplers import WarmStart, warm_start
+from tyxe.samplers import warm_start
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -84,7 +84,9 @@ def alone(start, optim, num_epochs, patience, batch_size, validation):
 @pytest.mark.parametrize("validation", [0.0, 0.3])
 def test_members_are_those_that_are_trained_alone(optim, validation):
     options = {"num_epochs": 30, "patience": 3, "batch_size": 8, "validation": validation}
-    found = trained(starts(), optim=optim, **options)
+    given = starts()
+    found = trained(given, optim=optim, **options)
+    assert torch.equal(given, starts())
     expected, lengths = alone(starts(), optim, **options)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert (found != starts()).any(-1).all()
@@ -111,14 +113,3 @@ def test_a_run_ends_when_the_last_member_has_stopped():
     assert len(epochs) == max(lengths)
     # Once to see whether it can be batched; in each epoch for its batches, and for the validation.
     assert len(rows) == 1 + max(lengths) * (batches + 1)
-
-
-def test_the_starts_stay_as_they_were():
-    before = starts()
-    given = before.clone()
-    trained(given, optim=ADAMW, num_epochs=2)
-    assert torch.equal(given, before)
-
-
-def test_defaults_are_those_of_the_paper():
-    assert warm_start() == WarmStart(torch.optim.AdamW, 1000, 10, 32, 0.1)
