@@ -203,6 +203,11 @@ def test_unpacked_batches_and_wrong_kinds():
             of_numbers.wrap(model, [(x, y)])
     with pytest.raises(TypeError, match=r"expected a BNN: for any other model call fit\(pre"):
         TemperatureScaling().wrap(torch.nn.Linear(3, 3), [(x, y)])
+    number = tyxe.likelihoods.HomoskedasticGaussian(60, scale=1.0)
+    likelihoods = tyxe.likelihoods.Joint(one=number), tyxe.likelihoods.Censored(number)
+    for likelihood, message in zip(likelihoods, ("several outputs", "nobody knows"), strict=True):
+        with pytest.raises(TypeError, match=message):
+            SplitConformal().wrap(bnn(likelihood, 1), [(x, x[:, :1])])
     logits = (torch.nn.functional.one_hot(y, 3) + torch.randn(60, 3)).requires_grad_()
     assert TemperatureScaling().fit(logits, y).temperature > 0
 

@@ -18,7 +18,7 @@ from tyxe.bnn.batches import all_batches, device_for
 from tyxe.bnn.scoring import predicted
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
-from tyxe.likelihoods import Joint, Likelihood
+from tyxe.likelihoods import Censored, Joint, Likelihood
 from tyxe.metrics.checks import check_probs, check_real, check_regression, check_targets
 
 
@@ -73,8 +73,8 @@ class Calibrator(ABC):
             options: options of `predict`, such as `num_predictions=32`, for all predictions.
 
         Raises:
-            TypeError: not a BNN, or one of several outputs, or with predictions that the calibrator
-                does not take.
+            TypeError: not a BNN, or one of several outputs, of censored targets, or with
+                predictions that the calibrator does not take.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -93,6 +93,11 @@ class Calibrator(ABC):
             )
         if isinstance(bnn.likelihood, Joint):
             raise TypeError("the BNN has several outputs: calibrate the predictions of each apart")
+        if isinstance(bnn.likelihood, Censored):
+            raise TypeError(
+                "the targets may be censored, so that nobody knows whether an interval holds them: "
+                "call fit(predictions, y) with points that are known"
+            )
         batches = all_batches(bnn._to_evaluate(loader, unpack), device_for(bnn))
         judged = predicted(bnn, batches, **options)
         self.fit(self.of(judged.predictions, bnn.likelihood), judged.targets)
