@@ -11,6 +11,7 @@ import torch
 from _harness import Case, Contestant, laplace_torch, run
 from _nets import images, mlp, resnet18, vectors
 from gpu_laplace import Batches, epoch
+from memory import recorded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -89,7 +90,9 @@ def low_rank_case(smoke_test: bool) -> Case:
     bnn.fit_curvature(loader, progress=False)
     fit = functools.partial(bnn.fit_curvature, batches, progress=False)
     # Two more look at the first batch.
-    passes = {"passes": float(loader.passes)}
+    weights = sum(site.numel() for site in bnn.net_guide.values().values())
+    peak, _ = recorded(lambda: bnn.fit_curvature(batches, progress=False))
+    passes = {"passes": float(loader.passes), "peak, in nets": peak / (4 * weights)}
     found = [
         Contestant("a forward", void(torch.no_grad()(lambda: net(x))), "plain"),
         Contestant(f"{bnn.options.rank} eigenpairs", fit, "ours", facts=passes),

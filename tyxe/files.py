@@ -81,14 +81,15 @@ def _become(path: Path, earlier: os.stat_result) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """Return a tensor with a place in memory for each number, and others as they are."""
-    return value.detach().contiguous() if _is_expanded(value) else value
+    """Return a tensor with memory for its numbers and no others; other values as they are."""
+    return value.detach().clone(memory_format=torch.contiguous_format) if _lack(value) else value
 
 
-def _is_expanded(value: Any) -> bool:
+def _lack(value: Any) -> int:
+    """Return the bytes that a tensor's memory lacks for its numbers: less than 0 for a view."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return False
-    return value.nbytes > value.untyped_storage().nbytes()
+        return 0
+    return value.nbytes - value.untyped_storage().nbytes()
 
 
 def read(path: str | os.PathLike[str]) -> Any:
@@ -142,7 +143,7 @@ def _unpickled(data: bytes) -> Any:
         raise ValueError(f"{len(data)} bytes unpack to {unpacked}")
     content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     for value in tree_leaves(content):
-        if _is_expanded(value) or (isinstance(value, Tensor) and value.is_meta):
+        if _lack(value) > 0 or (isinstance(value, Tensor) and value.is_meta):
             raise ValueError("a tensor has more numbers than are stored")
     return content
 

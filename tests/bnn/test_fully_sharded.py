@@ -37,6 +37,7 @@ from tyxe.likelihoods import Categorical
 from tyxe.priors import IIDPrior
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.1)
+STRUCTURES = ("diag", "lowrank")
 NORMAL = IIDPrior(torch.distributions.Normal(0.0, 1.0))
 
 
@@ -130,10 +131,11 @@ def saved(rank, folder):
     return found
 
 
-def laplace(rank, group=None):
-    """A diagonal curvature at the mode of a loop of one's own."""
+def laplace(structure, rank, group=None):
+    """A curvature at the mode of a loop of one's own."""
     torch.manual_seed(0)
-    bnn = tyxe.LaplaceBNN(mlp(3), NORMAL, Categorical(N), structure="diag")
+    options = tyxe.LaplaceOptions(rank=5)
+    bnn = tyxe.LaplaceBNN(mlp(3), NORMAL, Categorical(N), structure=structure, options=options)
     module, optimizer = trainable(bnn, rank)
     losses_of(module, optimizer, rank, 3)
     if rank is not None:
@@ -185,6 +187,23 @@ def by_lightning(rank):
     return found, float(trainer.callback_metrics["val_log_likelihood"])
 
 
+def by_accelerate(rank):
+    """The losses of a loop of one's own under Accelerate's FSDP2."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    # On CPUs it would choose DistributedDataParallel.
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    module = tyxe.Trainable(make())
+    module, optimizer = accelerator.prepare(module, ADAM(module.parameters()))
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    torch.manual_seed(7)
+    return losses_of(module, optimizer, rank, 3)
+
+
 def work(rank, folder):
     parallel = {"parallel": fully_shard}
     return {
@@ -193,8 +212,9 @@ def work(rank, folder):
         "scalar": scalar(rank, **parallel),
         "layers": layers_first(rank, **parallel),
         "saved": saved(rank, folder),
-        "laplace": laplace(rank, torch.distributed.group.WORLD),
+        "laplace": {s: laplace(s, rank, torch.distributed.group.WORLD) for s in STRUCTURES},
         "lightning": by_lightning(rank) if find_spec("lightning") else None,
+        "accelerate": by_accelerate(rank) if find_spec("accelerate") else None,
     }
 
 
@@ -282,10 +302,20 @@ def test_snapshots_are_those_of_one_process(found):
         assert_equal(process["SWAG"], expected)
 
 
-def test_curvature_at_the_mode_of_a_loop(found):
-    expected = laplace(None)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_curvature_at_the_mode_of_a_loop(found, structure):
+    expected = laplace(structure, None)
     for process in found:
-        assert_equal(process["laplace"], expected)
+        assert_equal(process["laplace"][structure], expected)
+
+
+def test_accelerate(found):
+    pytest.importorskip("accelerate")
+    parts = trainable(make(), None)
+    torch.manual_seed(7)
+    expected = losses_of(*parts, None, 3)
+    assert found[0]["accelerate"] == found[1]["accelerate"]
+    assert found[0]["accelerate"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_lightning(found):

@@ -31,6 +31,8 @@ CASES = {
     "lowrank": {"structure": "lowrank", "options": tyxe.LaplaceOptions(rank=60)},
 }
 
+ESTIMATED = ("diag", "lowrank")
+
 
 def net():
     torch.manual_seed(0)
@@ -47,7 +49,12 @@ def curvature(name, rank, **group):
     bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(int(WEIGHTS.sum())), **CASES[name])
     bnn.fit_curvature(shard(rank, X, Y, WEIGHTS), **group)
     state = bnn.state
+    # Of the first process: the others draw other probes.
+    torch.manual_seed(0 if rank is None else rank)
+    batches, how = shard(rank, X, Y, WEIGHTS), {"num_probes": 4, "num_steps": 4}
+    estimate = tyxe.estimate_evidence(bnn, batches, **how, **group) if name in ESTIMATED else ()
     return {
+        "estimate": torch.tensor(estimate),
         "precision": state.precision().to_dense(),
         "evidence": state.evidence(),
         "numbers": torch.tensor([state.curvature.error, state.curvature.num_targets]),
@@ -154,7 +161,7 @@ def found(tmp_path_factory: pytest.TempPathFactory):
 def test_the_curvature_of_all_data(found, name):
     whole = curvature(name, None)
     for process in found:
-        for key in ("precision", "evidence", "numbers"):
+        for key in ("precision", "evidence", "numbers", "estimate"):
             torch.testing.assert_close(process[name][key], whole[key], rtol=1e-10, atol=1e-12)
         assert process[name]["key"] == found[0][name]["key"]
 

@@ -251,7 +251,8 @@ def test_the_largest_eigenpairs_are_those_of_eigh(name, count, dtype, block):
     below = (expected[: len(values)] - values.double()) / expected[0].clamp_min(1e-300)
     assert bool(((below > -tolerance) & (below < 2e-3)).all())
     if name not in ("multiple", "copies"):
-        assert bool((below < 1e-6 + tolerance).all())
+        # The square of a residual over the distance to the next eigenvalue, a twentieth of it.
+        assert bool((below < 20 * 1e-3**2 + tolerance).all())
     residuals = (vectors @ matrix - values[:, None] * vectors).norm(dim=1)
     assert bool((residuals <= 2e-3 * values + 10 * tolerance * expected[0]).all())
     identity = torch.eye(len(values), dtype=dtype)

@@ -117,6 +117,23 @@ def test_the_prior_precision_of_largest_evidence_is_that_of_the_dense_structure(
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
 
+def test_pairs_above_a_tolerance():
+    values = []
+    for tolerance in (0.0, 0.5):
+        bnn, *_ = fitted("lowrank", rank=20, tolerance=tolerance)
+        factor = bnn.state.curvature.operator.blocks["all"].factor
+        values.append(factor.square().sum(0))
+    assert 0 < len(values[1]) < len(values[0])
+    torch.testing.assert_close(values[1], values[0][values[0] > 0.5])
+    with pytest.warns(tyxe.TyxeWarning, match="all 3 eigenvalues are above tolerance=1e-09"):
+        fitted("lowrank", rank=3, tolerance=1e-9)
+    # A curvature of which nothing is kept leaves the prior.
+    bnn, x, _ = fitted("lowrank", tolerance=1e9)
+    precision = bnn.net_guide.precision
+    torch.testing.assert_close(precision.diagonal(), bnn.state.prior.precision.diagonal())
+    assert bnn.functional_variance(x).isfinite().all()
+
+
 def test_a_restored_state_predicts_the_same_and_is_moved():
     bnn, x, _ = fitted("lowrank", rank=7)
     other, *_ = classifier("lowrank")

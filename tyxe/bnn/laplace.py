@@ -29,7 +29,7 @@ from tyxe.laplace.state import warn_of_rounding, with_noise
 from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.linalg.lanczos import logdet_by_quadrature
 from tyxe.priors import DictPrior
-from tyxe.processes import all_or_none, check_group
+from tyxe.processes import all_or_none, check_group, shared
 from tyxe.rng import RandomStream
 from tyxe.threads import as_before, exclusive
 from tyxe.util import outside_inference
@@ -217,14 +217,14 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
                         return batches()
 
                     products = self._products(counted, process_group)
-                    found = low_rank_curvature(products, self.options.rank)
+                    found = low_rank_curvature(products, self.options.rank, self.options.tolerance)
             else:
                 data = self._linearize, self.likelihood, batches(progress)
                 options = self._curvature, self.options.reduce, process_group
                 found = collect_curvature(*data, structure, *options)
         with exclusive():
             self.net_guide.state = state = self._state_of(found)
-        warn_of_rounding(state, self.options.rank)
+        warn_of_rounding(state, self.options)
         if state.prior.absorbed == state.key:
             warn(
                 "the prior holds the curvature of these data already, so they count twice: take "
@@ -368,7 +368,12 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
 @as_before()
 @outside_inference()
 def estimate_evidence(
-    bnn: LaplaceBNN, data_loader: Iterable[Any], *, num_probes: int = 16, num_steps: int = 32
+    bnn: LaplaceBNN,
+    data_loader: Iterable[Any],
+    *,
+    num_probes: int = 16,
+    num_steps: int = 32,
+    process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the evidence by the whole curvature, in nats, and its standard error.
 
@@ -384,6 +389,7 @@ def estimate_evidence(
         num_probes: number of random vectors; the error is proportional to `1 / sqrt(num_probes)`.
         num_steps: number of Lanczos steps, each a pass through the data with all probes; with too
             few, for a structure far from the curvature, the estimate is too small.
+        process_group: processes of `torch.distributed`, each with a part of the data.
 
     Raises:
         RuntimeError: there is no curvature yet.
@@ -412,7 +418,7 @@ def estimate_evidence(
     evidence, precision, prior = state.evidence(), state.precision(), state.prior.precision
     known, targets = float(state.curvature.log_likelihood), state.curvature.num_targets
     with fitting(bnn, train=False):
-        products = bnn._products(lambda: batches_of(loader, device))
+        products = bnn._products(lambda: batches_of(loader, device), process_group)
         check_blocks(state.blocks, products.blocks)
 
         def relative(vectors: Tensor) -> Tensor:
@@ -428,7 +434,10 @@ def estimate_evidence(
             return precision.whiten(state.weight * image + prior.matmul(w))
 
         # Independent signs have the smallest variance.
-        probes = torch.randn(num_probes, len(state.loc), device="cpu").to(state.loc).sign()
+        probes = torch.randn(num_probes, len(state.loc), device="cpu").sign()
+        if process_group is not None:
+            probes = shared(probes, 0, process_group)
+        probes = probes.to(state.loc)
         found = logdet_by_quadrature(relative, probes, num_steps)
     error = found.std() / (2 * math.sqrt(num_probes))
     return (evidence - found.mean() / 2).detach(), error.detach()

@@ -124,7 +124,8 @@ class LaplacePosterior(SupervisedBNN):
         """Further options.
 
         Setting others, such as `dataclasses.replace(bnn.options, damping=True)`, updates the
-        posterior, except for `num_passes`, `reduce` and `rank`, which apply to the next curvature.
+        posterior, except for `num_passes`, `reduce`, `rank` and `tolerance`, which apply to the
+        next curvature.
 
         Raises:
             ValueError: options that do not fit the prior are set.

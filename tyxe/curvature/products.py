@@ -229,10 +229,12 @@ def _load_forward_mode() -> None:
         forward_ad.make_dual(number, number)
 
 
-def low_rank_curvature(products: CurvatureProducts, rank: int, block: int = 4) -> Curvature:
+def low_rank_curvature(
+    products: CurvatureProducts, rank: int, tolerance: float = 0.0, block: int = 4
+) -> Curvature:
     """Return the part of a curvature in at most `rank` largest eigenvectors, `sum_r l_r v_r v_r^T`.
 
-    In a pass `block` vectors are multiplied.
+    Of these it has those with `l_r > tolerance`. In a pass `block` vectors are multiplied.
 
     Raises:
         ValueError: the eigenvectors do not fit into memory; a Hessian that is indefinite.
@@ -240,8 +242,8 @@ def low_rank_curvature(products: CurvatureProducts, rank: int, block: int = 4) -
     size, like = products.blocks.size, next(iter(products.values.values()))
     rank = min(rank, size)
     check.memory(
-        f"{rank:,} eigenvectors of {size:,} weights, and three times as many to find them,",
-        4 * rank * size * like.element_size(),
+        f"{rank:,} eigenvectors of {size:,} weights, and {10 * block} more to find them,",
+        (rank + 10 * block) * size * like.element_size(),
         "take fewer, options=tyxe.LaplaceOptions(rank=...), or fewer weights",
         like.device,
     )
@@ -249,7 +251,14 @@ def low_rank_curvature(products: CurvatureProducts, rank: int, block: int = 4) -
     start = torch.randn(min(block, size), size, generator=generator, device="cpu").to(like)
     with full_precision(like):
         values, vectors = largest_eigenpairs(products.__matmul__, start, rank)
-    factor = (values.sqrt()[:, None] * vectors).mT
+    kept = int((values > tolerance).sum())
+    if tolerance and kept == rank < size:
+        warn(
+            f"all {rank} eigenvalues are above tolerance={tolerance:g}, and there may be more: "
+            "take options=tyxe.LaplaceOptions(rank=...) for more"
+        )
+    values, vectors = values[:kept], vectors[:kept]
+    factor = vectors.mul_(values.sqrt()[:, None]).mT
     points, numbers = float(products._numbers[0]), products.numbers
     operator = BlockDiagonal({"all": LowRank(factor.new_zeros(size), factor)})
     key = key_of([("all", factor)], numbers)

@@ -38,6 +38,8 @@ class LaplaceOptions:
         reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
             each position counts as a data point.
         rank: for `"lowrank"`, number of eigenpairs, or all if there are fewer.
+        tolerance: for `"lowrank"`, of these only the pairs with larger eigenvalues. Where this is
+            far below the prior's precision, the others would change little.
 
     Raises:
         TypeError: an option of another type.
@@ -54,6 +56,7 @@ class LaplaceOptions:
     accumulate: str = check.field("sum", **KNOWN)
     reduce: bool = check.field(False, check.flag)
     rank: int = check.field(100, check.count)
+    tolerance: float = check.field(0.0, check.number, least=0)
 
     def __post_init__(self) -> None:
         check.fields(self)

@@ -16,7 +16,7 @@ from tyxe import check
 from tyxe.curvature import Curvature
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.errors import warn
-from tyxe.laplace.precision import KNOWN, POSITIVE, posterior_precision
+from tyxe.laplace.precision import KNOWN, POSITIVE, LaplaceOptions, posterior_precision
 from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.linalg import BlockDiagonal, LowRank
 from tyxe.linalg.base import factorization
@@ -184,7 +184,7 @@ def _warn_of_copy(old: Gaussian, new: Gaussian, loc: Tensor) -> None:
         )
 
 
-def warn_of_rounding(state: LaplaceState, rank: int) -> None:
+def warn_of_rounding(state: LaplaceState, options: LaplaceOptions) -> None:
     """Warn where eigenvalues below a low-rank curvature's rounding matter next to the prior."""
     operator = state.curvature.operator.blocks.get("all")
     if not isinstance(operator, LowRank):
@@ -193,7 +193,8 @@ def warn_of_rounding(state: LaplaceState, rank: int) -> None:
     # The largest is the first. Where all pairs asked for were found, rounding has left out none.
     floor = state.weight * float(factor[:, :1].square().sum()) * torch.finfo(factor.dtype).eps
     smallest = float(state.prior.precision.diagonal().min())
-    if factor.shape[1] < min(rank, len(factor)) and floor > smallest:
+    is_short = factor.shape[1] < min(options.rank, len(factor))
+    if is_short and floor > max(smallest, options.tolerance):
         warn(
             f"eigenvalues of the curvature below {floor:.2g} are lost in the rounding of "
             f"{factor.dtype}, and the prior's smallest precision is {smallest:.2g}, so variances "

@@ -86,7 +86,8 @@ class Joint(Likelihood):
 
     @property
     def bounded_outputs(self) -> str:
-        return next(filter(None, (part.bounded_outputs for part in self.parts.values())), "")
+        found: list[str] = [part.bounded_outputs for part in self.parts.values()]
+        return next(filter(None, found), "")
 
     # ------------------------------------------------------------------ vectors and parts
 

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from tyxe.errors import warn
 
+# So many vectors, or five blocks, are in memory beside those that are asked for.
+SPARE = 20
+# Columns of the basis that are rotated at once.
+COLUMNS = 2**16
 # Products of random vectors that show whether an eigenvalue larger than those known is left.
 LOOKED = 3
 # From vectors `(S, P)` to the products of a symmetric `P x P` matrix with each, `(S, P)`.
@@ -27,7 +31,8 @@ def largest_eigenpairs(
     follow until some of them lead to nothing larger than what is known.
 
     Args:
-        product: that of a matrix which is positive semi-definite up to rounding.
+        product: that of a matrix which is positive semi-definite up to rounding; it returns a new
+            tensor.
         start: random vectors to start from, `(block, P)`.
         count: number of pairs; there are fewer where others are zero up to rounding.
         tolerance: of the residual of a pair, `|A v - l v| <= tolerance l`, whose square is about
@@ -38,9 +43,9 @@ def largest_eigenpairs(
     """
     block, size = start.shape
     count, rounding = min(count, size), torch.finfo(start.dtype).eps
-    # So many Ritz vectors are kept in a restart, and there is room for as many others until then.
+    # So many Ritz vectors are kept in a restart. Much more room saves no products.
     kept = min(count + block, size)
-    basis = start.new_empty(min(kept + max(4 * block, count), size), size)
+    basis = start.new_empty(min(count + max(SPARE, 5 * block), size), size)
     room, filled = len(basis), 0
     projected = torch.zeros(room, room, dtype=torch.float64, device="cpu")
     new = _orthonormal(start, basis[:0])
@@ -58,10 +63,11 @@ def largest_eigenpairs(
         floor = rounding * float(values.abs().max())
         # Zeros are the rest of the matrix only if other directions have no product either.
         is_rest_zero = float(image.norm(dim=1).max()) <= floor
-        image = image - coefficients @ known
-        image = image - (image @ known.mT) @ known
+        image.addmm_(coefficients, known, alpha=-1)
+        image.addmm_(image @ known.mT, known, alpha=-1)
         # What products with the basis have outside of it comes from its last block.
-        outside = (rotation[filled:stop, :count].mT.to(image) @ image).norm(dim=1).to(values)
+        lengths = torch.linalg.qr(image.mT, mode="r").R.to(rotation)
+        outside = (lengths @ rotation[filled:stop, :count]).norm(dim=0)
         is_close = bool((outside <= (tolerance * values[:count]).clamp_min(floor)).all())
         steps += 1
         found = steps >= LOOKED and stop >= count and is_close and float(values[count - 1]) > floor
@@ -76,28 +82,36 @@ def largest_eigenpairs(
         # A block of which only a part fits would lose what products have outside of the basis.
         if found or (room < size and stop + block > room):
             filled = count if found else kept
-            basis[:filled] = rotation[:, :filled].mT.to(basis) @ basis[:stop]
+            _rotate(basis, rotation[:, :filled])
             projected.zero_()[:filled, :filled] = values[:filled].diag_embed()
         if found:
-            steps, known_sum, image = 0, total, torch.zeros_like(image)
+            steps, known_sum = 0, total
+            image.zero_()
         # Where nothing is left of a vector, a random one takes its place.
         generator = torch.Generator(device="cpu").manual_seed(step)
         other = torch.randn(image.shape, generator=generator, device="cpu").to(image)
-        mixed = image + floor / size**0.5 * other
-        new = _orthonormal(mixed[: room - filled], basis[:filled])
+        image.add_(other, alpha=floor / size**0.5)
+        new = _orthonormal(image[: room - filled], basis[:filled])
     if float(values[-1]) < -1e4 * floor:
         raise ValueError(
             f"the curvature has an eigenvalue of {float(values[-1]):.3g}, and that of a posterior "
             "has none below zero: take curvature='ggn', which is positive semi-definite"
         )
     count = min(count, int((values > floor).sum()))
-    return values[:count].to(start), rotation[:, :count].mT.to(basis) @ basis[:stop]
+    _rotate(basis, rotation[:, :count])
+    return values[:count].to(start), basis[:count]
+
+
+def _rotate(basis: Tensor, rotation: Tensor) -> None:
+    """Let the first vectors of a basis be others, given by their coefficients in it, `(R, C)`."""
+    for piece in basis.split(COLUMNS, 1):  # in place, since a second basis might not fit
+        piece[: rotation.shape[1]] = rotation.mT.to(piece) @ piece[: len(rotation)]
 
 
 def _orthonormal(vectors: Tensor, known: Tensor) -> Tensor:
     """Return an orthonormal basis of what vectors have outside of those known."""
     for _ in range(3):
-        vectors = vectors - (vectors @ known.mT) @ known
+        vectors = torch.addmm(vectors, vectors @ known.mT, known, alpha=-1)
         vectors = torch.linalg.qr(vectors.mT).Q.mT
     return vectors
 
