@@ -86,7 +86,7 @@ class Joint(Likelihood):
 
     @property
     def bounded_outputs(self) -> str:
-        found: list[str] = [part.bounded_outputs for part in self.parts.values()]
+        found = (self._part(name).bounded_outputs for name in self.parts)
         return next(filter(None, found), "")
 
     # ------------------------------------------------------------------ vectors and parts
