@@ -46,7 +46,7 @@ def test_what_is_captured_keeps_what_it_returns(monkeypatch):
     monkeypatch.setattr(programs, "Capture", Recorded)
     program = Program(function, *arguments(), how="traced")
     leaves = [[*pair, scale] for pair, scale in map(arguments, range(3))]
-    launched = programs.captured(program.at_leaves, [leaf.clone() for leaf in leaves[0]])
+    launched = programs.captured(program.at_leaves, leaves[0])
     found = [program.returned(launched(*each)) for each in leaves]
     for seed, one in enumerate(found):
         torch.testing.assert_close(one, function(*arguments(seed)), rtol=1e-14, atol=1e-14)

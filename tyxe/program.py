@@ -233,19 +233,27 @@ def _strided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def captured(
-    function: Callable[..., Sequence[Tensor]], inputs: list[Tensor]
+    function: Callable[..., Sequence[Tensor]], leaves: Sequence[Tensor]
 ) -> Callable[..., Sequence[Tensor]]:
-    """Return a function of leaves that launches a graph, and keeps none of its memory."""
-    function(*inputs)  # what is made once
-    run = Capture(lambda: function(*inputs), inputs[0].device)
+    """Return a function of leaves that launches a graph, and keeps none of its memory.
 
-    def launched(*leaves: Tensor) -> list[Tensor]:
-        copy_into(inputs, leaves)
+    Raises:
+        RuntimeError: it cannot be captured, or its graph gives other numbers.
+    """
+    expected = function(*leaves)  # which also makes what is made once
+    places = [leaf.clone() for leaf in leaves]
+    run = Capture(lambda: function(*places), places[0].device)
+
+    def launched(*given: Tensor) -> list[Tensor]:
+        copy_into(places, given)
         found = run()
         copies = [torch.empty_like(one) for one in found]
         copy_into(copies, found)
         return copies
 
+    pairs = zip(launched(*leaves), expected, strict=True)
+    if not all(torch.allclose(found, one, equal_nan=True) for found, one in pairs):
+        raise RuntimeError("a graph of them gives other numbers")
     return launched
 
 

@@ -109,15 +109,14 @@ def test_samples_of_launches_have_the_law_of_the_target(name: str, on_gpu) -> No
     assert (found.mean((0, 1)).abs() < 4 * SCALES / len(variance) ** 0.5).all()
 
 
-def test_a_long_run_is_compiled_soon(on_gpu, monkeypatch) -> None:
-    # The first hundred steps tell how many are left.
-    starts = torch.randn(CHAINS, D)
-    for num_samples, expected in ((40, False), (4000, True)):
-        chains = Run(KERNELS["HMC"], normal, starts, num_samples)
-        steps = chains.steps()
-        for _ in range(101):
-            next(steps)
-        assert chains.is_compiled is expected
+def test_steps_are_launched_together_on_request_only(on_gpu, monkeypatch) -> None:
+    monkeypatch.setattr(run, "_WORTH_COMPILING", 5)
+    monkeypatch.setattr(run, "has_compiler", lambda device: True)
+    before, starts = Recorded.made, torch.randn(CHAINS, D)
+    assert finished(Run(KERNELS["HMC"], normal, starts, 40)).is_compiled
+    assert Recorded.made == before
+    assert finished(run_of(KERNELS["HMC"], num_warmup=0)).is_compiled
+    assert Recorded.made == before + 1
 
 
 def test_an_interrupt_within_a_launch_is_repeated(on_gpu, monkeypatch) -> None:
@@ -146,14 +145,26 @@ def test_launches_of_large_positions_are_of_fewer_steps() -> None:
         assert steps_at_once(torch.empty(shape, device="meta")) == count
 
 
-def test_steps_that_no_graph_takes_go_on_one_by_one(
-    on_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(function: object, device: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+class _Wrong(Recorded):
+    def __call__(self):
+        return [one + 1 for one in super().__call__()]
 
-    monkeypatch.setattr(program, "Capture", refuse)
+
+def _refuse(function: object, device: object) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("capture", "reason"), [(_refuse, "not permitted"), (_Wrong, "gives other numbers")]
+)
+def test_steps_that_no_graph_takes_go_on_one_by_one(
+    capture: object, reason: str, on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "Capture", capture)
     chains = run_of(KERNELS["HMC"])
-    with pytest.warns(tyxe.TyxeWarning, match="one by one.*not permitted"):
+    with pytest.warns(tyxe.TyxeWarning, match=f"one by one.*{reason}") as warned:
         finished(chains)
+    assert len(warned) == 1
     assert chains.num_kept == 9
+    scaled = normal(chains.kept.positions.flatten(0, 1))[0]
+    torch.testing.assert_close(scaled, chains.kept.potentials.flatten())

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.errors import warn
-from tyxe.program import Program, captured, check_repeatable, has_graphs, has_programs, reason_of
+from tyxe.program import Program, captured, check_repeatable, has_compiler, has_graphs, reason_of
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 
-# Steps that are to be left for a program to be worth the seconds that it takes to compile. That is
-# looked at after as many, or sooner where uncompiled steps are launched operation by operation.
+# Steps to be left for a program to be worth the seconds of compiling: looked at after as many.
 _WORTH_COMPILING = 3000
-_WORTH_LAUNCHING = 100
 # Steps of one launch at most, and numbers that their positions have, which bounds the memory.
 _MOST_STEPS, _MOST_NUMBERS = 32, 2**22
 
@@ -117,9 +115,10 @@ class Run:
         self.settings: Any = None
         self._adaptation: Any = None
         self._made = 0
-        # Whether programs make several steps at once, of which nothing is to be seen in between.
+        # Whether programs make several steps at once, of which nothing is to be seen in between:
+        # on request only, since that was hardly run on a GPU.
         is_free = self.before is None and type(self.kernel).stops is Kernel.stops
-        self._takes_several = is_free and has_graphs(like.device)
+        self._takes_several = is_free and self.compile is True and has_graphs(like.device)
         # What makes them, and whether chains adapt in them.
         self._launched: tuple[Callable[..., Sequence[Tensor]], bool] | None = None
 
@@ -152,8 +151,7 @@ class Run:
         with torch.no_grad(), self.inside():
             self.programs = self.programs or self._built(compile=bool(self.compile))
         while (least := int(self.transitions.min())) < self.num_transitions:
-            tries = _WORTH_LAUNCHING if self._takes_several else _WORTH_COMPILING
-            if self.compile is None and self._made == tries and self._is_long():
+            if self.compile is None and self._made == _WORTH_COMPILING and self._is_long():
                 try:
                     with torch.no_grad(), self.inside():
                         self.programs = self._built(compile=True)
@@ -177,7 +175,7 @@ class Run:
         """Whether more steps are left than a program takes to pay, by those made so far."""
         made = max(int(self.transitions.min()), 1)
         left = self._made * (self.num_transitions / made - 1)
-        return left >= _WORTH_COMPILING and has_programs(self.starts.device)
+        return left >= _WORTH_COMPILING and has_compiler(self.starts.device)
 
     def _start(self) -> None:
         chains = self.kernel.start(self.potential, self.starts, self._drawn())
@@ -230,8 +228,7 @@ class Run:
             step, adapt = self.programs
             steps = several(step, adapt if adapts else None, self._plan, place)
             try:
-                # Of copies, since each has a place of its own there.
-                self._launched = captured(steps, [*map(torch.clone, leaves)]), adapts
+                self._launched = captured(steps, leaves), adapts
             except RuntimeError as error:
                 reason = reason_of(error)
                 warn(
