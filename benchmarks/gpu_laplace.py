@@ -19,7 +19,7 @@ from _nets import images, resnet18
 from torch import Tensor, nn
 
 import tyxe
-from tyxe.linalg import Kronecker, kronecker
+from tyxe.linalg import Kronecker
 
 BATCH, DRAWS = 128, 16
 # Structure and curvature of each row, and its name.
@@ -55,17 +55,14 @@ def epoch(net: nn.Module, batches: Batches) -> None:
         F.cross_entropy(net(x), y).backward()
 
 
-def eigenvectors(factors: list[tuple[Tensor, Tensor]], stacked: int) -> None:
-    """Form all Kronecker products of a net, of factors up to a size those of one size together."""
-    usual, kronecker.STACKED = kronecker.STACKED, stacked
-    try:
-        kronecker.products_of(factors)
-    finally:
-        kronecker.STACKED = usual
+def eigenvectors(factors: list[tuple[Tensor, Tensor]]) -> None:
+    """Form all Kronecker products of a net."""
+    for pair in factors:
+        Kronecker.from_factors(*pair)
 
 
 def single_precision(factors: list[tuple[Tensor, Tensor]]) -> None:
-    """Find the eigenvectors one by one, in float32."""
+    """Find the eigenvectors in float32."""
     for pair in factors:
         for factor in pair:
             torch.linalg.eigh(factor)
@@ -84,15 +81,10 @@ def curvature_case(smoke_test: bool, device: torch.device, quantity: Quantity = 
     bnn.fit_curvature(batches, progress=False)
     blocks = bnn.state.curvature.operator.blocks.values()
     factors = [block._factors for block in blocks if isinstance(block, Kronecker)]
-    for name, stacked in (
-        (EIGENVECTORS, kronecker.STACKED),
-        ("eigenvectors, one by one", 0),
-        ("eigenvectors, all of one size together", 2**20),
-    ):
-        run = functools.partial(eigenvectors, factors, stacked)
-        found.append(Contestant(name, run, "ours"))
+    run = functools.partial(eigenvectors, factors)
+    found.append(Contestant(EIGENVECTORS, run, "ours"))
     run = functools.partial(single_precision, factors)
-    found.append(Contestant("eigenvectors, one by one, float32", run, "plain"))
+    found.append(Contestant("eigenvectors, float32", run, "plain"))
     title = f"Curvature of a ResNet-18, {sum(len(y) for _, y in batches)} images"
     return Case("laplace_curvature", title, "pass", 3, found, True, quantity, without_eigenvectors)
 

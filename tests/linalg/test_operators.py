@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from tests.contracts.operators import OPERATORS, check_operator
-from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank, kronecker
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
 from tyxe.linalg.functions import plus
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
@@ -243,19 +243,3 @@ def test_draws_come_from_torchs_generator_and_have_the_inverse_as_covariance(kin
     variances = covariance.diagonal()
     error = ((torch.outer(variances, variances) + covariance.square()) / count).sqrt()
     assert ((draws.mT @ draws / count - covariance).abs() / error).max() < 6
-
-
-def test_eigenvectors_of_one_size_are_found_together(monkeypatch):
-    """As on a GPU: in stacks up to a size, and one by one beyond it."""
-    pairs = [(gram(3, 2), gram(4)), (gram(4), gram(3)), (gram(5), gram(4, 2))]
-    alone = [Kronecker.from_factors(*pair, scale=2.0).to_dense() for pair in pairs]
-    sizes, known = [], torch.linalg.eigh
-    monkeypatch.setattr(kronecker, "STACKED_ON", ("cpu",))
-    monkeypatch.setattr(kronecker, "STACKED", 4)
-    monkeypatch.setattr(torch.linalg, "eigh", lambda x: (sizes.append(x.shape[:2]), known(x))[1])
-    found = [product.to_dense() for product in kronecker.products_of(pairs, scale=2.0)]
-    assert sorted(sizes) == [(1, 5), (2, 3), (3, 4)]
-    for one, other in zip(found, alone, strict=True):
-        close(one, other)
-    with pytest.raises(ValueError, match="the input factor is not positive semi-definite"):
-        kronecker.products_of([pairs[0], (gram(4), gram(4) - 9 * torch.eye(4).double())])

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.curvature.gradients import OuterProductGradients, PointGradients, budget, squared_sums
+from tyxe.curvature.gradients import BUDGET, OuterProductGradients, PointGradients, squared_sums
 from tyxe.curvature.layer_calls import second_moment
 from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods.output_hessian import OutputHessians
-from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Operator
-from tyxe.linalg.kronecker import products_of
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 from tyxe.util import at_least_float32, precise
 
 # Gradients by the names of their blocks, in the blocks' order.
@@ -93,7 +92,7 @@ class DiagonalAccumulator(Accumulator):
         self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
     ) -> None:
         held = sum(each.g.numel() for own in self._held.values() for each in own)
-        if first or held > budget(self.like.device):
+        if first or held > BUDGET:
             self._flush()
         for name, each in gradients.items():
             if (
@@ -145,7 +144,7 @@ class FullAccumulator(Accumulator):
         self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
     ) -> None:
         held = sum(each.g.numel() for held in self._held for each in held)
-        if first or self.noises > 1 or held > budget(self.like.device):
+        if first or self.noises > 1 or held > BUDGET:
             self._flush()
         self._matrix = self._matrices[noise]
         outer = [g for g in gradients.values() if isinstance(g, OuterProductGradients)]
@@ -294,19 +293,14 @@ class KroneckerAccumulator(Accumulator):
         operators: dict[str, Operator] = {
             n: Diagonal(rest.sum(0)) for n, rest in self._rest.items()
         }
-        factors = {
+        for name, each in self._inputs.items():
+            pairs = zip(self._gradients[name].sum(0), each, strict=True)
             # Damping is defined for averages as factors and the number of points as scale [T 3.41].
-            (name, group): (gradients / points, inputs / float(self._positions[name]))
-            for name, each in self._inputs.items()
-            for group, (gradients, inputs) in enumerate(
-                zip(self._gradients[name].sum(0), each, strict=True)
-            )
-        }
-        products = products_of([*factors.values()], scale=points)
-        named: dict[str, dict[str, Operator]] = {name: {} for name in self._inputs}
-        for (name, group), product in zip(factors, products, strict=True):
-            named[name][str(group)] = product
-        for name, own in named.items():
+            positions = float(self._positions[name])
+            own: dict[str, Operator] = {
+                str(group): Kronecker.from_factors(gradients / points, inputs / positions, points)
+                for group, (gradients, inputs) in enumerate(pairs)
+            }
             operators[name] = own["0"] if len(own) == 1 else BlockDiagonal(own)
         return BlockDiagonal({name: operators[name] for name in self.blocks.names})
 

@@ -17,16 +17,8 @@ from tyxe.util import Inputs, is_constant
 PointFunction = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
 
 ALL = slice(None)
-# Largest number of elements of per-point gradients held at a time; on a GPU more where they fit.
+# Largest number of elements of per-point gradients held at a time.
 BUDGET = 2**24
-
-
-def budget(device: torch.device) -> int:
-    """Return the largest number of elements of per-point gradients held at a time on a device."""
-    if device.type != "cuda":
-        return BUDGET
-    # In float32 a 64th of the memory: 1.3 GB of 80.
-    return max(BUDGET, torch.cuda.get_device_properties(device).total_memory // 256)
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class OuterProductGradients:
         rows, found = places.div(columns, rounding_mode="floor"), []
         inputs = rows.div(self.g.shape[3], rounding_mode="floor") * columns + places % columns
         is_dense = size <= positions * len(places)
-        chunk = max(1, budget(places.device) // (size if is_dense else positions * len(places)))
+        chunk = max(1, BUDGET // (size if is_dense else positions * len(places)))
         for start in range(0, len(self), chunk):
             part = slice(start, start + chunk)
             if is_dense:
@@ -89,7 +81,7 @@ class OuterProductGradients:
             squares = self.g[:, 0].square(), self.a[:, 0].square()
             return torch.einsum("ngo,ngi->goi", *squares).flatten()
         size = self.a.shape[2:].numel() * self.g.shape[3]
-        chunk, total = max(1, budget(self.a.device) // size), self.a.new_zeros(size)
+        chunk, total = max(1, BUDGET // size), self.a.new_zeros(size)
         for start in range(0, len(self), chunk):
             total += _squared_sum(self.dense(slice(start, start + chunk)))
         return total
@@ -145,7 +137,7 @@ def squared_sums(cotangents: Sequence[OuterProductGradients]) -> Tensor:
     a, (r, s) = first.a[:, :, 0], torch.triu_indices(positions, positions, device=first.g.device)
     twice = 1 + (r != s).to(a)
     total = a.new_zeros(outputs, columns)
-    chunk = max(1, budget(a.device) // (pairs * (columns + 2 * count * outputs)))
+    chunk = max(1, BUDGET // (pairs * (columns + 2 * count * outputs)))
     for start in range(0, len(a), chunk):
         part = slice(start, start + chunk)
         g = torch.stack([each.g[part, :, 0] for each in cotangents])
@@ -181,7 +173,7 @@ def vectorized_gradients(
         return function(sites, batch, weight)
 
     size = sum(value.numel() for value in sites.values())
-    chunk = max(1, budget(cotangent.device) // size)
+    chunk = max(1, BUDGET // size)
     gradients = torch.vmap(torch.func.grad(on_row), in_dims=(None, dims, 0), chunk_size=chunk)
     found: dict[str, Tensor] = gradients(dict(sites), inputs, cotangent)
     return found

@@ -11,9 +11,9 @@ from tyxe import check
 from tyxe.autocast import full_precision
 from tyxe.curvature.gradients import (
     ALL,
+    BUDGET,
     OuterProductGradients,
     PointGradients,
-    budget,
     dense_gradients,
 )
 from tyxe.curvature.linearize import Linearization
@@ -119,7 +119,7 @@ def jacobian_products(linear: Linearization, vectors: Tensor) -> Tensor:
 
 
 def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
-    chunks = _chunks(len(rows), vectors.shape[1], budget(vectors.device))
+    chunks = _chunks(len(rows), vectors.shape[1], BUDGET)
     parts = (rows.dense(chunk) for chunk in chunks)
     return torch.cat([vectors.to(part) @ part.mT for part in parts], 1)
 
@@ -168,7 +168,7 @@ def _whole_covariance(rows: list[Gradients], precision: Operator, points: Tensor
 
     The Jacobian is formed of few of them each.
     """
-    chunks = _chunks(len(points), precision.size * len(rows), budget(precision.device))
+    chunks = _chunks(len(points), precision.size * len(rows), BUDGET)
     each = (precision.inverse_quadratic(_dense(rows, points[chunk])) for chunk in chunks)
     return torch.cat([*each])
 
@@ -281,7 +281,7 @@ def _by_pairs(positions: int, classes: int, block: Operator) -> bool:
 def _held(block: Operator) -> int:
     """Return how many elements are held at a time."""
     cached = block.device.type == "cpu" and not isinstance(block, Dense)
-    return CACHED_ROWS if cached else budget(block.device)
+    return CACHED_ROWS if cached else BUDGET
 
 
 def _elements(products: list[OuterProductGradients], block: Operator) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +17,6 @@ from tyxe.linalg.checks import (
     check_symmetric,
 )
 from tyxe.linalg.diagonal import pairs_are_fewer, variance_of_products
-
-# Rows up to which eigenvectors of matrices of one size are found together on a GPU, where they are
-# bound by launches.
-STACKED, STACKED_ON = 1024, ("cuda", "xpu")
 
 
 def _rotated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -58,62 +52,21 @@ def clipped_eigh(factor: Tensor, what: str) -> tuple[Tensor, Tensor]:
 
     Eigenvalues that are negative by rounding are set to 0; others raise a ValueError about `what`.
     """
-    return clipped_eighs([factor], [what])[0]
-
-
-def clipped_eighs(factors: Sequence[Tensor], what: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-    """Return `clipped_eigh` of several matrices, on a GPU small ones of one size together."""
-    groups: dict[Any, list[int]] = {}
-    for index, factor in enumerate(factors):
-        size = factor.shape[-1]
-        together = factor.device.type in STACKED_ON and size <= STACKED
-        key = (size, factor.dtype, factor.device) if together else index
-        groups.setdefault(key, []).append(index)
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for group in groups.values():
-        first = factors[group[0]]
-        # float32 has errors of 1e-6 times the largest eigenvalue, in which the smallest are lost,
-        # and a small prior precision is of their size: of a CNN's evidence it loses 2e-4 at a
-        # precision of 1e-4. On a processor float64 takes about as long.
-        stack = torch.stack([factors[index] for index in group]).double()
-        values, vectors = torch.linalg.eigh(stack)
-        _check_clipped(values, first.dtype, [what[index] for index in group])
-        # Contiguous, as after saving and loading, so that products round in the same way.
-        each = values.clamp_min(0).to(first.dtype), vectors.to(first.dtype)
-        for index, *one in zip(group, *each, strict=True):
-            found[index] = one[0], one[1].contiguous()
-    return [found[index] for index in range(len(factors))]
-
-
-def _check_clipped(values: Tensor, dtype: torch.dtype, what: Sequence[str]) -> None:
+    # float32 has errors of 1e-6 times the largest eigenvalue, in which the smallest are lost, and a
+    # small prior precision is of their size: of a CNN's evidence it loses 2e-4 at a precision of
+    # 1e-4. On a processor float64 takes about as long.
+    values, vectors = torch.linalg.eigh(factor.double())
     # Elements are sums over thousands of points, whose rounding a small side has as well.
-    steps, numbers = max(100, values.shape[-1]), torch.finfo(dtype)
-    ends = torch.stack([values.amin(-1), values.amax(-1), values.abs().amax(-1)], -1)
-    for (least, most, size), name in zip(ends.cpu().tolist(), what, strict=True):
-        # Below the smallest normal number the spacing is no finer: factors of a net that died.
-        if least < -steps * numbers.eps * max(size, numbers.smallest_normal):
-            raise ValueError(
-                f"{name} is not positive semi-definite: its smallest eigenvalue is "
-                f"{least:.3g} (the largest {most:.3g})"
-            )
-
-
-def products_of(
-    factors: Sequence[tuple[Tensor, Tensor]], scale: float | Tensor = 1.0
-) -> list[Kronecker]:
-    """Return `Kronecker.from_factors` of several pairs, whose eigenvectors are found together."""
-    flat = [factor for pair in factors for factor in pair]
-    what = ["the output factor", "the input factor"] * len(factors)
-    for factor, name in zip(flat, what, strict=True):
-        check_symmetric(factor, name)
-    with torch.no_grad():
-        found = clipped_eighs(flat, what)
-    products = []
-    for (d_g, u_g), (d_a, u_a) in zip(found[::2], found[1::2], strict=True):
-        shift = d_g.new_zeros(())
-        product = Kronecker(u_g, u_a, d_g, d_a, torch.ones_like(shift), shift)
-        products.append(product.scaled(scale))
-    return products
+    steps, numbers = max(100, len(values)), torch.finfo(factor.dtype)
+    least, most = values[[0, -1]].tolist()
+    # Below the smallest normal number the spacing is no finer: factors of a net that died.
+    if least < -steps * numbers.eps * max(-least, most, numbers.smallest_normal):
+        raise ValueError(
+            f"{what} is not positive semi-definite: its smallest eigenvalue is {least:.3g} (the "
+            f"largest {most:.3g})"
+        )
+    # Contiguous, as after saving and loading, so that products round in the same way.
+    return values.clamp_min(0).to(factor.dtype), vectors.to(factor.dtype).contiguous()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -173,7 +126,13 @@ class Kronecker(Operator):
             >>> Kronecker.from_factors(torch.eye(2), torch.eye(3)).size
             6
         """
-        return products_of([(out_factor, in_factor)], scale)[0]
+        check_symmetric(out_factor, "the output factor")
+        check_symmetric(in_factor, "the input factor")
+        with torch.no_grad():
+            d_g, u_g = clipped_eigh(out_factor, "the output factor")
+            d_a, u_a = clipped_eigh(in_factor, "the input factor")
+        shift = d_g.new_zeros(())
+        return cls(u_g, u_a, d_g, d_a, torch.ones_like(shift), shift).scaled(scale)
 
     def damped(self) -> Kronecker:
         """Return the product with its shift spread over the factors [T 3.41].
