@@ -110,6 +110,10 @@ def test_recurrent_nets_have_a_curvature(full_precision: None) -> None:
         bnn.fit_curvature([(x, y)])
         found.append(bnn.functional_variance(x).cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+    bnn = tyxe.VariationalBNN(net.to(DEVICE), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    with tyxe.poutine.variational_laplace():
+        assert bnn.fit([(x, y)], ADAM, 2).loss[-1] < torch.inf
 
 
 def test_vectorized_ensembles() -> None:

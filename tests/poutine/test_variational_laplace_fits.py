@@ -15,7 +15,7 @@ from torch.func import jacrev
 from torch.utils.checkpoint import checkpoint
 
 import tyxe
-from tests.oracles.nets import NetOf
+from tests.oracles.nets import NetOf, ReadLast
 from tests.oracles.variational_laplace import (
     NORMAL,
     as_function,
@@ -124,6 +124,21 @@ def test_transformers_run_their_attention_unfused():
     with variational_laplace():
         history = bnn.fit([(x, y)], torch.optim.Adam, 2, beta=0.01)
     assert history.loss[1] != history.loss[0]
+
+
+@pytest.mark.parametrize(
+    ("net", "expected"), [(ReadLast(nn.LSTM, 2, 4, 3), False), (smooth_net(), True)]
+)
+def test_recurrent_layers_run_without_cudnn(net, expected):
+    """Those of cuDNN have no second derivative; other layers keep it."""
+    likelihood, y, _ = likelihoods(5)["categorical"]
+    x = torch.randn(5, 2).double() if expected else torch.randn(5, 3, 2).double()
+    bnn, used = bnn_of(net.double(), likelihood), []
+    bnn.net.register_forward_hook(lambda *_: used.append(torch.backends.cudnn.enabled))
+    with variational_laplace():
+        bnn.fit([(x, y)], torch.optim.Adam, 2)
+    assert set(used) == {expected}
+    assert torch.backends.cudnn.enabled
 
 
 def test_nothing_is_left_behind_and_draws_are_draws_again():

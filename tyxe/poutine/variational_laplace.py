@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakSet
 
@@ -51,7 +52,8 @@ class variational_laplace(Messenger):
     Everything else stays the same: the KL and `beta`, masks and scales, `num_particles` (draws of
     labels), draws of the likelihood's own variables. The curvature is differentiated, so
     activations should have second derivatives (`nn.Softplus`, `nn.SiLU`, `nn.GELU`, `nn.Tanh`); a
-    warning names those that have none. Inside, fused attention is replaced by its plain form.
+    warning names those that have none. Inside, fused attention is replaced by its plain form,
+    and a `fit` of a net with recurrent layers does without cuDNN.
 
     Adam moves a parameter by no more than its learning rate in a step: start scales at
     `init_scale=tyxe.guides.scale_below_prior()` and give them `lr_multipliers={"scale": 10}`, or
@@ -106,16 +108,16 @@ class variational_laplace(Messenger):
         if draws_are_lazy():
             raise RuntimeError(CONFLICT)
         super().__enter__()
+        self._plain = ExitStack()
         # Fused attention has no second derivative.
-        self._attention = sdpa_kernel([SDPBackend.MATH])
-        self._attention.__enter__()
+        self._plain.enter_context(sdpa_kernel([SDPBackend.MATH]))
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
         """Warn if no data were met."""
         had_no_data = self._ran and not self._met_data
         try:
-            self._attention.__exit__(exc_type, exc_value, traceback)
+            self._plain.close()
             self._forget()
         finally:
             result = super().__exit__(exc_type, exc_value, traceback)
@@ -181,6 +183,9 @@ class variational_laplace(Messenger):
         net, self._kl_weight = msg["args"]
         if net is not self._net:
             self._net, self._looked_for_nonsmooth, self._warned_of_growth = net, False, False
+            if any(isinstance(part, nn.RNNBase) for part in net.modules()):
+                # Those of cuDNN have no second derivative.
+                self._plain.enter_context(torch.backends.cudnn.flags(enabled=False))
 
     def _pyro_post_sample(self, msg: Message) -> None:
         if not msg["is_observed"] or not self._sites or not _has_data(msg["fn"]):
