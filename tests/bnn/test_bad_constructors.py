@@ -11,20 +11,14 @@ from pyro.infer.mcmc import HMC, NUTS
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NOTHING
 from tests.oracles.rejections import ADAM, LIKELIHOOD, PRIOR, N, X, Y, make, net, rejects
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior
 from tyxe.util import pyro_sample_sites
 
-
-class NoParameters(nn.Module):
-    def forward(self, x):
-        return x
-
-
 NORMAL = dist.Normal(0, 1)
-HIDE_ALL = IIDPrior(NORMAL, hide_all=True)
 
 
 def variational(*parts):
@@ -47,7 +41,7 @@ FEW = DictPrior({"0.weight": NORMAL.expand([4, 2])})
 MISSHAPEN = DictPrior({"weight": NORMAL.expand([2, 1]), "bias": NORMAL.expand([1])})
 WRONG_TYPES = [
     (lambda: make(3), "net is 3; expected a torch.nn.Module"),
-    (lambda: make(NoParameters), "net is the class NoParameters; expected a torch.nn.Module"),
+    (lambda: make(nn.Identity), "net is the class Identity; expected a torch.nn.Module"),
     (lambda: make(prior=NORMAL), "prior is a Normal; expected one"),
     (lambda: make(likelihood=Categorical), r"the class Categ.* tyxe.likelihoods.Categorical\("),
     (lambda: variational(LIKELIHOOD, PRIOR), "likelihood is an IIDPrior; expected one from"),
@@ -61,20 +55,14 @@ WRONG_TYPES = [
     (lambda: mcmc(HMC(lambda: None)), "is a HMC; expected .* a class"),
 ]
 WRONG_VALUES = [
-    (lambda: make(NoParameters()), "so nothing can be inferred"),
-    (lambda: make(prior=HIDE_ALL), "the net_guide_builder has nothing to do: leave it out"),
+    (lambda: make(nn.Identity()), "so nothing can be inferred"),
+    (lambda: make(prior=NOTHING), "the net_guide_builder has nothing to do: leave it out"),
     (lambda: make(guide=None), "there is no net_guide_builder: pass tyxe.guides.AutoN"),
     (lambda: make(likelihood=INFERRED), "but there is no likelihood_guide_builder"),
-    (
-        lambda: variational(PRIOR, LIKELIHOOD, AutoNormal, AutoNormal),
-        "no variables, so the likelihood_guide_builder has nothing to do",
-    ),
-    (
-        lambda: tyxe.PytorchBNN(net(), HIDE_ALL, AutoNormal),
-        "so the guide_builder has nothing to do",
-    ),
+    (lambda: variational(PRIOR, LIKELIHOOD, AutoNormal, AutoNormal), "no variables, so the likeli"),
+    (lambda: tyxe.PytorchBNN(net(), NOTHING, AutoNormal), "so the guide_builder has nothing"),
     (lambda: tyxe.PytorchBNN(net(), PRIOR), "there is no guide_builder: pass tyxe.gu"),
-    (lambda: mcmc(NUTS, HIDE_ALL), "so there is nothing to sample"),
+    (lambda: mcmc(NUTS, NOTHING), "so there is nothing to sample"),
     (lambda: mcmc(likelihood=LEARNT), "the likelihood has log_noise: pass its scale"),
     (lambda: mcmc(NUTS, likelihood=COUNTS), "discrete variables, which the likelihood's 'scale'"),
     (lambda: mcmc(prior=BinaryPrior()), "weights, which '0.weight' has; use tyxe.VariationalBNN"),
@@ -142,9 +130,9 @@ def test_update_prior_rejects(prior, error, message):
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
 def test_scripted_and_traced_nets(compiled):
     for module in (compiled(net()), nn.Sequential(compiled(net()), nn.Linear(1, 1))):
-        for prior in (PRIOR, HIDE_ALL):
+        for prior in (PRIOR, NOTHING):
             with pytest.raises(TypeError, match=r"0.weight' is in a scripted or traced module, .*"):
-                make(module, prior, guide=None if prior is HIDE_ALL else AutoNormal)
+                make(module, prior, guide=None if prior is NOTHING else AutoNormal)
     frozen = net().requires_grad_(False)
     bnn = make(nn.Sequential(compiled(frozen), nn.Linear(1, 1)))
     assert pyro_sample_sites(bnn) == ["1.weight", "1.bias"]

@@ -8,9 +8,6 @@ import pickle
 import shutil
 import signal
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pyro.distributions as dist
 import pyro.infer.mcmc
@@ -21,8 +18,9 @@ from torch import nn
 import tyxe
 import tyxe.bnn.chains
 import tyxe.samplers.run
-from tests.oracles.bnns import mean_field
+from tests.oracles.bnns import mean_field, mlp
 from tests.oracles.chains import NOISE, PRIOR, N, data
+from tests.oracles.nets import NetOf
 from tyxe.likelihoods import HomoskedasticGaussian, Poisson
 from tyxe.samplers import HMC, MCLMC, NUTS, warm_start
 
@@ -40,7 +38,7 @@ def make(kernel=KERNEL, net=None, likelihood=None, prior=PRIOR):
 
 @pytest.mark.parametrize("kept", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("net", [torch.float32, torch.float64])
-def test_samples_of_any_dtype_predict(net: torch.dtype, kept: torch.dtype) -> None:
+def test_samples_of_any_dtype_predict(net, kept):
     bnn = make(net=nn.Linear(1, 1).to(net))
     x, y = (part.to(net) for part in PAIR)
     bnn.fit([(x, y)], 20, dtype=kept)
@@ -53,6 +51,10 @@ def test_samples_of_any_dtype_predict(net: torch.dtype, kept: torch.dtype) -> No
     at_mean = bnn.predict(x, num_predictions=0, aggregate=False)
     torch.testing.assert_close(at_mean[0], expected.mean(0), rtol=2e-3, atol=2e-3)
     assert bnn.to_ensemble(5)(x)[0].isfinite().all()
+
+
+def of_layer(function):
+    return NetOf(function, layer=nn.Linear(1, 1))
 
 
 BAD = {
@@ -74,7 +76,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_options_are_checked_before_the_run(case: str) -> None:
+def test_options_are_checked_before_the_run(case):
     kernel, options, error, message = BAD[case]
     with pytest.raises(error, match=message):
         make(kernel).fit([PAIR], 3, **options)
@@ -82,13 +84,11 @@ def test_options_are_checked_before_the_run(case: str) -> None:
 
 @pytest.mark.parametrize("is_link", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_there_is_not_written_to(
-    is_link: bool, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_is_not_written_to(is_link, late, tmp_path, monkeypatch):
     """Nor what comes there after the options were checked."""
     path, bnn, disk_usage = tmp_path / "samples", make(), shutil.disk_usage
 
-    def comes(folder: Path | str) -> Any:
+    def comes(folder):
         path.symlink_to(path.with_name("other")) if is_link else path.touch()
         return disk_usage(folder)
 
@@ -103,7 +103,7 @@ def test_what_is_there_is_not_written_to(
     assert not len(bnn.samples)
 
 
-READS: dict[str, Callable[[tyxe.MCMC_BNN], Any]] = {
+READS = {
     "predict": lambda bnn: bnn.predict(PAIR[0]),
     "forward": lambda bnn: bnn(PAIR[0]),
     "get_samples": lambda bnn: bnn.get_samples(),
@@ -119,7 +119,7 @@ CUT = "samples was cut to 10 of [0-9,]+ bytes.* load a saved state into a new BN
 
 
 @pytest.mark.parametrize("read", READS)
-def test_samples_in_a_file_that_was_cut_are_an_error(read: str, tmp_path: Path) -> None:
+def test_samples_in_a_file_that_was_cut_are_an_error(read, tmp_path):
     """The process would end by a signal."""
     path, bnn = tmp_path / "samples", make(net=nn.Linear(1, 3000))
     bnn.fit([(PAIR[0], PAIR[1].expand(-1, 3000))], 5, file=path)
@@ -131,29 +131,31 @@ def test_samples_in_a_file_that_was_cut_are_an_error(read: str, tmp_path: Path) 
     path.unlink()
 
 
-def test_a_file_that_was_deleted_is_read_on(tmp_path: Path) -> None:
-    path, bnn = tmp_path / "samples", make()
+def in_file(path):
+    """Return a BNN whose samples are in a file, and its prediction."""
+    bnn = make()
     bnn.fit([PAIR], 5, file=path)
-    expected = bnn.predict(PAIR[0])[0]
+    return bnn, bnn.predict(PAIR[0])[0]
+
+
+def test_a_file_that_was_deleted_is_read_on(tmp_path):
+    path = tmp_path / "samples"
+    bnn, expected = in_file(path)
     path.unlink()
     path.write_text("")
     assert torch.equal(bnn.predict(PAIR[0])[0], expected)
 
 
-def test_samples_that_were_moved_into_memory_need_no_file(tmp_path: Path) -> None:
-    path, bnn = tmp_path / "samples", make()
-    bnn.fit([PAIR], 5, file=path)
+def test_samples_that_were_moved_into_memory_need_no_file(tmp_path):
+    bnn, expected = in_file(tmp_path / "samples")
     bnn.double()
-    os.truncate(path, 0)
-    assert bnn.predict(PAIR[0].double())[0].isfinite().all()
+    os.truncate(tmp_path / "samples", 0)
+    torch.testing.assert_close(bnn.predict(PAIR[0].double())[0].float(), expected)
 
 
-def test_a_file_is_found_from_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_found_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    bnn = make()
-    bnn.fit([PAIR], 5, file="samples")
+    bnn, _ = in_file("samples")
     monkeypatch.chdir("/")
     os.truncate(tmp_path / "samples", 10)
     with pytest.raises(RuntimeError, match=CUT):
@@ -161,26 +163,22 @@ def test_a_file_is_found_from_another_folder(
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_file_that_is_cut_during_a_run_is_an_error(resumed: bool, tmp_path: Path) -> None:
-    path, made = tmp_path / "samples", []
+def test_a_file_that_is_cut_during_a_run_is_an_error(resumed, tmp_path):
+    path, calls = tmp_path / "samples", itertools.count(1)
 
-    class Cuts(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made.append(1)
-            if len(made) == 40:
-                if resumed:
-                    signal.raise_signal(signal.SIGINT)
-                else:
-                    os.truncate(path, 10)
-            return super().forward(x)
+    def cuts(self, x):
+        if next(calls) == 40:
+            signal.raise_signal(signal.SIGINT) if resumed else os.truncate(path, 10)
+        return self.layer(x)
 
-    bnn = make(net=Cuts(1, 1))
+    bnn, options = make(net=of_layer(cuts)), {"warmup_steps": 1, "file": path}
     if resumed:
         with pytest.raises(KeyboardInterrupt):
-            bnn.fit([PAIR], 50, warmup_steps=1, file=path)
+            bnn.fit([PAIR], 50, **options)
         os.truncate(path, 10)
+        options = {"warmup_steps": 1, "resume": True}
     with pytest.raises(RuntimeError, match=CUT):
-        bnn.fit([PAIR], 50, warmup_steps=1, **({"resume": True} if resumed else {"file": path}))
+        bnn.fit([PAIR], 50, **options)
 
 
 OTHERS = {
@@ -194,7 +192,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_another_run_is_not_gone_on_with(case: str) -> None:
+def test_another_run_is_not_gone_on_with(case):
     loader, count, options, message = OTHERS[case]
     bnn = make()
     bnn.fit([PAIR], 6)
@@ -203,24 +201,23 @@ def test_another_run_is_not_gone_on_with(case: str) -> None:
     bnn.fit([PAIR], 6, warmup_steps=6, thinning=1, num_chains=4, resume=True)
 
 
-def test_members_in_training_let_interrupts_in() -> None:
-    made = []
+def test_members_in_training_let_interrupts_in():
+    steps = []
 
     class Interrupted(torch.optim.SGD):
         def step(self, closure=None):
-            made.append(1)
-            if len(made) == 3:
+            steps.append(1)
+            if len(steps) == 3:
                 signal.raise_signal(signal.SIGINT)
             return super().step(closure)
 
-    adam = functools.partial(Interrupted, lr=1e-3)
     with pytest.raises(KeyboardInterrupt):
-        make(FREE).fit([PAIR], 3, warmup_steps=0, init=warm_start(adam, 50, batch_size=N))
-    assert len(made) == 3
+        make(FREE).starts([PAIR], warm_start(Interrupted, 50, batch_size=N))
+    assert len(steps) == 3
 
 
-def test_starts_are_members_that_fits_take() -> None:
-    bnn = make(FREE, net=nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)))
+def test_starts_are_members_that_fits_take():
+    bnn = make(FREE, net=mlp(1, 8, 1))
     before = {name: value.clone() for name, value in bnn.net.named_parameters()}
     adam = functools.partial(torch.optim.AdamW, lr=0.03)
     starts = bnn.starts([PAIR], warm_start(adam, 200, batch_size=4, validation=0), 3)
@@ -247,14 +244,14 @@ NO_MEMBERS = {
 
 
 @pytest.mark.parametrize("case", NO_MEMBERS)
-def test_members_that_cannot_be_trained(case: str) -> None:
+def test_members_that_cannot_be_trained(case):
     count, optim, error, message = NO_MEMBERS[case]
     bnn = make(FREE, likelihood=HomoskedasticGaussian(count, scale=1.0))
     with pytest.raises(error, match=message):
         bnn.starts([tuple(part[:count] for part in PAIR)], warm_start(optim, 3), 2)
 
 
-def test_starts_of_numpy_and_of_another_net() -> None:
+def test_starts_of_numpy_and_of_another_net():
     bnn = make(net=nn.Linear(1, 2))
     pair = PAIR[0], PAIR[1].expand(-1, 2)
     values = {"net.weight": torch.randn(3, 2, 1).numpy(), "net.bias": torch.randn(3, 2).numpy()}
@@ -265,18 +262,18 @@ def test_starts_of_numpy_and_of_another_net() -> None:
         bnn.starts([pair], other)
 
 
-def test_a_run_prints_in_a_line() -> None:
+def test_a_run_prints_in_a_line():
     run = make().fit([PAIR], 5)
     assert repr(run).startswith("MCMCRun(Run(HMC(")
     assert repr(run).endswith("4 chains in 2 dimensions, 5 samples))")
 
 
-def test_starts_of_noise_whose_prior_has_no_mean() -> None:
+def test_starts_of_noise_whose_prior_has_no_mean():
     bnn = make(likelihood=HomoskedasticGaussian(N, scale=dist.HalfCauchy(1.0)))
     assert bnn.starts([PAIR], "net")["likelihood.scale"].isfinite().all()
 
 
-def test_starts_from_where_chains_cannot_move_are_refused() -> None:
+def test_starts_from_where_chains_cannot_move_are_refused():
     bnn = make(likelihood=Poisson(N))
     starts = {"net.weight": torch.zeros(2, 1, 1), "net.bias": torch.tensor([[0.0], [500.0]])}
     with pytest.raises(ValueError, match=r"not finite at the starts of chains \[1\]"):
@@ -284,7 +281,7 @@ def test_starts_from_where_chains_cannot_move_are_refused() -> None:
     assert not len(bnn.samples)
 
 
-def test_draws_from_the_prior_are_those_that_can_move() -> None:
+def test_draws_from_the_prior_are_those_that_can_move():
     """A Poisson rate of `exp(w x + b)` overflows for every third draw of these."""
     prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 100.0))
     bnn = make(likelihood=Poisson(N), prior=prior)
@@ -295,91 +292,54 @@ def test_draws_from_the_prior_are_those_that_can_move() -> None:
     bnn.fit([pair], 3, num_chains=20)
 
 
-class Counts(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
-        return super().forward(x) + self.calls
+def counts(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.layer(x) + self.calls
 
 
-class DrawsNoise(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + torch.randn(x.shape, dtype=x.dtype)
+def draws_noise(self, x):
+    return self.layer(x) + torch.randn(x.shape, dtype=x.dtype)
 
 
-class Branches(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        return out if out.sum() > 0 else 2 * out
+def branches(self, x):
+    out = self.layer(x)
+    return out if out.sum() > 0 else 2 * out
 
 
-@pytest.mark.parametrize("net", [Counts, DrawsNoise])
-def test_nets_that_are_no_functions_are_refused(net: type[nn.Linear]) -> None:
+@pytest.mark.parametrize("function", [counts, draws_noise])
+def test_nets_that_are_no_functions_are_refused(function):
     with pytest.raises(ValueError, match="other outputs for the same weights and inputs"):
-        make(net=net(1, 1)).fit([PAIR], 2)
+        make(net=of_layer(function)).fit([PAIR], 2)
 
 
-def test_nets_that_branch_are_sampled_and_not_compiled() -> None:
+def test_nets_that_branch_are_sampled_and_not_compiled():
     with pytest.raises(RuntimeError, match=r"data-dependent control flow or similar; pass compile"):
-        make(net=Branches(1, 1)).fit([PAIR], 2, compile=True)
-    bnn = make(FREE, net=Branches(1, 1))
+        make(net=of_layer(branches)).fit([PAIR], 2, compile=True)
+    bnn = make(FREE, net=of_layer(branches))
     with pytest.warns(tyxe.TyxeWarning, match=r"in a loop.*torch\.vmap does not take this net"):
         bnn.fit([PAIR], 2, warmup_steps=0, init=warm_start(torch.optim.SGD, 3), num_chains=2)
-    assert bnn.samples["net.weight"].shape == (2, 2, 1, 1)
-
-
-class Square(torch.autograd.Function):
-    """As users have them who know nothing of `torch.func`."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * ctx.saved_tensors[0] * gradient
-
-
-class Squares(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Square.apply(super().forward(x))
-
-
-class Powers(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) ** 2
-
-
-def test_custom_functions_are_sampled_as_what_they_compute() -> None:
-    found, start = [], {"net.weight": torch.ones(2, 1, 1), "net.bias": torch.zeros(2, 1)}
-    for net in (Squares(1, 1), Powers(1, 1)):
-        torch.manual_seed(3)
-        bnn = make(net=net)
-        bnn.fit([PAIR], 5, warmup_steps=0, init=start)
-        found.append(bnn.get_samples())
-    torch.testing.assert_close(*found)
+    assert bnn.samples["net.layer.weight"].shape == (2, 2, 1, 1)
 
 
 @pytest.mark.parametrize(
     ("kernel", "words"),
     [
-        (HMC(step_size=0.1, num_steps=3), ["step size=", "acceptance=", "leapfrogs=", "diverged="]),
-        (NUTS(step_size=0.1), ["step size=", "acceptance=", "depth=", "diverged="]),
-        (MCLMC(step_size=0.1), ["step size=", "energy variance=", "undone="]),
+        (HMC(step_size=0.1, num_steps=3), ["acceptance=", "leapfrogs=", "diverged="]),
+        (NUTS(step_size=0.1), ["acceptance=", "depth=", "diverged="]),
+        (MCLMC(step_size=0.1), ["energy variance=", "undone="]),
     ],
 )
-def test_the_bar_tells_of_the_latest_transitions(kernel, words, capsys, monkeypatch) -> None:
+def test_the_bar_tells_of_the_latest_transitions(kernel, words, capsys, monkeypatch):
     # As if every step took a second.
     monkeypatch.setattr(tyxe.bnn.chains.time, "monotonic", itertools.count().__next__)
     make(kernel).fit([PAIR], 2, warmup_steps=3, num_chains=2, progress=True)
     shown = capsys.readouterr().err
-    assert "warm up" in shown
-    assert [word for word in words if word not in shown] == []
+    assert [word for word in ("warm up", "step size=", *words) if word not in shown] == []
     make(kernel).fit([PAIR], 2, warmup_steps=1, num_chains=2)
     assert capsys.readouterr().err == ""
 
 
-def test_a_long_run_is_compiled_on_the_way(monkeypatch) -> None:
+def test_a_long_run_is_compiled_on_the_way(monkeypatch):
     monkeypatch.setattr(tyxe.samplers.run, "_WORTH_COMPILING", 20)
     found = []
     for compile in (None, False):
@@ -391,7 +351,7 @@ def test_a_long_run_is_compiled_on_the_way(monkeypatch) -> None:
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
-def test_samples_are_kept_where_warnings_are_errors() -> None:
+def test_samples_are_kept_where_warnings_are_errors():
     bnn = make(HMC(step_size=50.0, adapt_step_size=False, adapt_mass_matrix=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

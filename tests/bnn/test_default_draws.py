@@ -10,10 +10,11 @@ from torch import nn
 
 import tyxe
 from tests.contracts.wrappers import WRAPPERS
+from tests.oracles.bnns import NORMAL
+from tests.oracles.predictions import seeded
 
 # Chains are as short as tests are.
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 X = torch.linspace(-1, 1, 24).view(12, 2)
 Y = torch.arange(12) % 3
 DRAWS = {
@@ -36,9 +37,9 @@ DRAWS = {
 }
 
 
-def seeded(call, *arguments, **options):
-    torch.manual_seed(1)
-    return call(*arguments, **options)
+def assert_is_default(call, *arguments, **options):
+    told = seeded(call, *arguments, **options)
+    torch.testing.assert_close(seeded(call, *arguments), told, rtol=0, atol=0)
 
 
 def test_every_wrapper_is_in_the_table():
@@ -51,10 +52,8 @@ def test_default_of_every_wrapper(name):
     bnn = WRAPPERS[name]()
     assert len(bnn.predict(X, aggregate=False)) == DRAWS[name]
     each = DRAWS[name] // (len(bnn.members) if isinstance(bnn, tyxe.EnsembleBNN) else 1)
-    told = seeded(bnn.predict, X, num_predictions=each)
-    torch.testing.assert_close(seeded(bnn.predict, X), told, rtol=0, atol=0)
-    error, log_likelihood = seeded(bnn.evaluate, X, Y, each)
-    torch.testing.assert_close(seeded(bnn.evaluate, X, Y), (error, log_likelihood), rtol=0, atol=0)
+    assert_is_default(bnn.predict, X, num_predictions=each)
+    assert_is_default(bnn.evaluate, X, Y, num_predictions=each)
     if name != "dropout":
         members = bnn.to_ensemble().modules()
         assert sum(isinstance(part, nn.Tanh) for part in members) == DRAWS[name]
@@ -87,18 +86,16 @@ def test_members_of_two_kinds_have_as_many_draws_each():
 
 def test_gaussian_outputs_of_classes_have_a_hundred_samples():
     bnn = WRAPPERS["Laplace"]()
-    told = seeded(bnn.predict, X, num_predictions=100)
-    torch.testing.assert_close(seeded(bnn.predict, X), told, rtol=0, atol=0)
+    predict = functools.partial(bnn.predict, link="mc")
+    assert_is_default(predict, X, num_predictions=100)
 
 
 def test_a_noise_with_a_spread_counts():
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(12, scale=dist.LogNormal(0.0, 1.0))
-    bnn = tyxe.VariationalBNN(
-        nn.Linear(2, 1), NORMAL, likelihood, AutoDelta, tyxe.guides.AutoNormal
-    )
-    told = seeded(bnn.predict, X, num_predictions=32)
-    torch.testing.assert_close(seeded(bnn.predict, X), told, rtol=0, atol=0)
-    bnn = tyxe.VariationalBNN(nn.Linear(2, 1), NORMAL, likelihood, AutoDelta, AutoDelta)
+    parts = nn.Linear(2, 1), NORMAL, likelihood, AutoDelta
+    bnn = tyxe.VariationalBNN(*parts, tyxe.guides.AutoNormal)
+    assert_is_default(bnn.predict, X, num_predictions=32)
+    bnn = tyxe.VariationalBNN(*parts, AutoDelta)
     assert len(bnn.predict(X, aggregate=False)) == 1
 
 
@@ -120,11 +117,3 @@ def test_layers_of_bigger_nets(guide, count):
     bnn = tyxe.PytorchBNN(nn.Linear(2, 3), NORMAL, guide)
     assert bnn.predict(X).shape == (count, 12, 3)
     assert bnn.to_ensemble()(X).shape == (count, 12, 3)
-
-
-def test_chains_without_samples_say_so():
-    bnn = tyxe.MCMC_BNN(
-        nn.Linear(2, 3), NORMAL, tyxe.likelihoods.Categorical(12), tyxe.samplers.NUTS
-    )
-    with pytest.raises(RuntimeError, match="there are no samples yet"):
-        bnn.predict(X)

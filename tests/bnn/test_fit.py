@@ -1,5 +1,6 @@
 """`fit`: its objective, callbacks, modes and progress."""
 
+import contextlib
 import functools
 import io
 import sys
@@ -15,7 +16,6 @@ import tyxe
 from tests.oracles.fits import ADAM, PRIOR, X, Y, assert_equal, make, trainable
 from tests.oracles.nets import Rounded
 from tyxe.bnn import elbo_terms
-from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
@@ -47,14 +47,15 @@ def test_pyro_clip_args_clip_each_parameter(clip):
     start = trainable(bnn)
     pyro.set_rng_seed(7)
     bnn.fit([(X, Y)], pyro.optim.SGD({"lr": 1.0}, clip), 1)
-    for name, gradient in gradient_by_hand().items():
+    moved = {name: start[name] - value for name, value in trainable(bnn).items()}
+    expected = gradient_by_hand()
+    for name, gradient in expected.items():
         if "clip_norm" in clip:
-            expected = gradient * min(1.0, 1e-2 / gradient.norm().item())
+            expected[name] = gradient * min(1.0, 1e-2 / gradient.norm().item())
         else:
-            expected = gradient.clamp(-1e-3, 1e-3)
-        moved = start[name] - trainable(bnn)[name]
-        # A difference of parameters of size 1 in float32.
-        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6, msg=name)
+            expected[name] = gradient.clamp(-1e-3, 1e-3)
+    # A difference of parameters of size 1 in float32.
+    assert_equal(moved, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -76,20 +77,6 @@ def test_a_step_follows_the_gradient_per_point(options, by_hand):
     assert_equal(step_gradient(**options), gradient_by_hand(**by_hand), rtol=1e-4, atol=1e-5)
 
 
-def test_history_of_particles_is_their_mean():
-    bnn = make()
-    pyro.set_rng_seed(7)
-    frozen = functools.partial(torch.optim.SGD, lr=0.0)
-    history = bnn.fit([(X, Y)], frozen, 1, num_particles=4, closed_form_kl=False)
-    bnn = make()
-    pyro.set_rng_seed(7)
-    terms = [elbo_terms(bnn.model, bnn.guide, X, Y, closed_form_kl=False) for _ in range(4)]
-    assert history.kl[0] == pytest.approx(sum(t.kl.item() for t in terms) / 4, rel=1e-5)
-    assert history.log_likelihood[0] == pytest.approx(
-        sum(t.data.item() for t in terms) / 4, rel=1e-5
-    )
-
-
 @pytest.mark.parametrize(("answer", "epochs"), [(True, 2), (None, 5), (False, 5)])
 def test_callback_stops_on_true(answer, epochs):
     bnn, seen = make(), []
@@ -105,41 +92,30 @@ def test_callback_stops_on_true(answer, epochs):
     assert [loss for _, loss in seen] == history.loss
 
 
-class Boom(Exception):
-    pass
+def modes_of(bnn):
+    return {name: module.training for name, module in bnn.named_modules()}
 
 
-ENDINGS = {"normal": None, "an error": Boom, "Ctrl-C": KeyboardInterrupt}
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("modes", ["train", "eval", "mixed"])
-def test_modes_come_back_whatever_the_end(modes, ending):
-    bnn = make()
+def test_modes_come_back_whatever_the_end(modes, error):
+    bnn, seen = make(), []
     bnn.train(modes != "eval")
     if modes == "mixed":
         bnn.net[1].eval()  # a BatchNorm with frozen statistics
-    before = {name: module.training for name, module in bnn.named_modules()}
-    seen = []
+    before = modes_of(bnn)
 
     def callback(bnn, epoch, loss):
-        seen.append({name: module.training for name, module in bnn.named_modules()})
-        if ENDINGS[ending] is not None:
-            raise ENDINGS[ending]
+        seen.append(modes_of(bnn))
+        if error is not None:
+            raise error
         bnn.eval()  # a callback that evaluates
 
-    if ENDINGS[ending] is None:
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
         bnn.fit([(X, Y)], ADAM, 1, callback)
-    else:
-        with pytest.raises(ENDINGS[ending]):
-            bnn.fit([(X, Y)], ADAM, 3, callback)
-    assert {name: module.training for name, module in bnn.named_modules()} == before
-    if modes == "mixed":
-        assert seen[0] == before
-        assert bnn.net[1].running_mean.abs().sum() == 0
-    else:
-        assert seen[0] == before  # only what runs is in train mode
-        assert bnn.net[1].running_mean.abs().sum() > 0
+    assert modes_of(bnn) == before
+    assert seen[0] == before  # only what runs is in train mode
+    assert bool(bnn.net[1].running_mean.any()) == (modes != "mixed")
 
 
 def test_validation_and_module_local_params_do_not_leak():
@@ -160,12 +136,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(
     ("terminal", "progress", "shown"),
-    [
-        (False, None, False),
-        (True, None, True),
-        (True, False, False),
-        (False, True, True),
-    ],
+    [(False, None, False), (True, None, True), (True, False, False), (False, True, True)],
 )
 def test_bar_is_for_terminals(monkeypatch, terminal, progress, shown):
     stream = Terminal() if terminal else io.StringIO()
@@ -177,22 +148,6 @@ def test_bar_is_for_terminals(monkeypatch, terminal, progress, shown):
         assert "loss=" in stream.getvalue()
         assert "4/4" in stream.getvalue()
         assert "batch" in stream.getvalue()
-
-
-def test_nothing_is_printed(capfd):
-    make().fit([(X, Y)], ADAM, 2)
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("train", [{"train_loc": False}, {"train_scale": False}])
-def test_what_a_guide_does_not_train_stays(train):
-    bnn = make(guide=functools.partial(AutoNormal, init_loc_fn=tyxe.guides.init_to_sample, **train))
-    before = {n: p.detach().clone() for n, p in bnn.named_parameters()}
-    bnn.fit([(X, Y)], ADAM, 2)
-    stays = "net_guide.locs" if "train_loc" in train else "net_guide.unconstrained_scales"
-    for name, value in bnn.named_parameters():
-        site = name.removeprefix("net.") in bnn.net_prior.names()
-        assert torch.equal(value, before[name]) == (name.startswith(stays) or site), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -217,30 +172,31 @@ def test_data_term_of_half_predictions_is_summed_in_single_precision(likelihood,
     assert all(value < -50_000 for value in found.log_likelihood)
 
 
-class KeepsNorms(nn.Sequential):
-    """The usual recipe for fine-tuning: statistics of the norms stay."""
-
-    def train(self, mode=True):
-        super().train(mode)
-        for module in self.modules():
-            if isinstance(module, nn.BatchNorm1d):
-                module.eval()
-        return self
+def normed(last=None):
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), last or nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("mode_before", ["train", "eval"])
 def test_a_net_that_keeps_its_norms_in_eval_mode_keeps_them(mode_before):
-    bnn = make(KeepsNorms(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3)))
-    assert [part.training for part in bnn.net] == [True, False, True, True]
+    class KeepsNorms(nn.Sequential):
+        """The usual recipe for fine-tuning: statistics of the norms stay."""
+
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    bnn = make(KeepsNorms(*normed()))
+    assert [part.training for part in bnn.net] == [True, False, True]
     getattr(bnn, mode_before)()
     bnn.fit([(X, Y)], ADAM, 2)
     assert bnn.net[1].num_batches_tracked == 0
-    assert torch.equal(bnn.net[1].running_mean, torch.zeros(4))
+    assert not bnn.net[1].running_mean.any()
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_frozen_parts_keep_their_modes(training):
-    frozen = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout()).requires_grad_(False)
+    frozen = normed(nn.Dropout()).requires_grad_(False)
     net = nn.Sequential(frozen, nn.Dropout(), nn.Linear(4, 3)).eval()
     frozen.train(training)
     bnn = make(net, PRIOR)
@@ -251,13 +207,13 @@ def test_frozen_parts_keep_their_modes(training):
 
 
 def test_a_part_whose_parameters_are_sites_is_not_frozen():
-    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
-    bnn = make(net.requires_grad_(False), tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["*"]))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["*"])
+    bnn = make(normed().eval().requires_grad_(False), prior)
     assert all(part.training for part in bnn.modules())
 
 
 def test_a_net_in_eval_mode_is_trained_in_train_mode_and_exported_in_eval_mode():
-    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval())
+    bnn = make(normed().eval())
     assert all(part.training for part in bnn.modules())
     bnn.fit([(X, Y)], ADAM, 2)
     assert bnn.net[1].num_batches_tracked == 2

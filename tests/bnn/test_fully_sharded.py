@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
+from tests.bnn import test_parallel
 from tests.bnn.test_parallel import (
-    BATCH,
     CLASSES,
-    SAME_DRAWS,
     WORLD,
     N,
     X,
@@ -170,19 +169,11 @@ def by_lightning(rank):
     strategy = lightning.strategies.ModelParallelStrategy(
         data_parallel_size=WORLD, tensor_parallel_size=1, process_group_backend="gloo"
     )
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy=strategy,
-        max_epochs=3,
-        callbacks=[Losses()],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    data = DataLoader(TensorDataset(*batches(CLASSES, rank)[0]), BATCH)
+    options = {"accelerator": "cpu", "devices": WORLD, "use_distributed_sampler": False}
+    silent = ("checkpointing", "progress_bar", "model_summary")
+    options |= {f"enable_{name}": False for name in silent} | {"logger": False}
+    trainer = lightning.Trainer(strategy=strategy, max_epochs=3, callbacks=[Losses()], **options)
+    data = DataLoader(TensorDataset(*batches(CLASSES, rank)[0]), test_parallel.BATCH)
     trainer.fit(Sharded(make(), ADAM), data, data)
     return found, float(trainer.callback_metrics["val_log_likelihood"])
 
@@ -220,7 +211,7 @@ def work(rank, folder):
 
 def scalar(rank, **parallel):
     """The error of a fit of a noise, and whether nothing was changed."""
-    parts, _ = SAME_DRAWS["inferred noise"]
+    parts, _ = test_parallel.SAME_DRAWS["inferred noise"]
     bnn = make(**parts)
     before = parameters(bnn)
     with pytest.raises(ValueError, match="scalar parameters"):

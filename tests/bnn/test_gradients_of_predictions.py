@@ -1,19 +1,25 @@
 """Gradients of predictions in the inputs, as of an acquisition function."""
 
-import pyro.distributions as dist
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL, NOTHING, mean_field
+from tests.oracles.nets import NetOf
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2)
-PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 
 
-def net():
+GAUSSIAN = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.3)
+DATA = [(X, X[:, :1])]
+
+
+def net(*more):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), *more, nn.Linear(3, 1)).double()
 
 
 def convolutions():
@@ -23,29 +29,20 @@ def convolutions():
     return nn.Sequential(nn.Unflatten(1, (1, 2)), *layers).double()
 
 
-def gaussian():
-    return tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.3)
-
-
-def laplace(structure, the_net=None):
-    bnn = tyxe.LaplaceBNN(the_net or net(), PRIOR, gaussian(), structure=structure)
-    bnn.fit_curvature([(X, X[:, :1])])
+def laplace(structure="full", make=net):
+    bnn = tyxe.LaplaceBNN(make(), NORMAL, GAUSSIAN, structure=structure)
+    bnn.fit_curvature(DATA)
     return bnn
 
 
-class Scaled(nn.Module):
-    """A site that is in no linear map, so that each point has a gradient of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.scale = net(), nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-    def forward(self, x):
-        return self.net(x * self.scale)
+def scaled():
+    """A net with a site in no linear map, so that each point has a gradient of its own."""
+    scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    return NetOf(lambda self, x: self.net(x * self.scale), net=net(), scale=scale)
 
 
 def by_points(is_vectorized):
-    bnn = laplace("full", Scaled())
+    bnn = laplace("full", scaled)
     bnn._runtime.linearized.is_vectorized = is_vectorized
     return bnn
 
@@ -76,9 +73,9 @@ LAPLACE = {
     "kron": lambda: laplace("kron"),
     "diag": lambda: laplace("diag"),
     "lowrank": lambda: laplace("lowrank"),
-    "full, convolutions": lambda: laplace("full", convolutions()),
-    "kron, convolutions": lambda: laplace("kron", convolutions()),
-    "lowrank, convolutions": lambda: laplace("lowrank", convolutions()),
+    "full, convolutions": lambda: laplace("full", convolutions),
+    "kron, convolutions": lambda: laplace("kron", convolutions),
+    "lowrank, convolutions": lambda: laplace("lowrank", convolutions),
     "points by vmap": lambda: by_points(True),
     "points by a loop": lambda: by_points(False),
 }
@@ -93,13 +90,12 @@ def test_of_a_linearised_net(make):
 
 
 def test_of_a_gaussian_process_and_a_refined_posterior():
-    bnn = laplace("full")
-    bnn.fit_gp([(X, X[:, :1])], 4)
-    refined = bnn.refine([(X, X[:, :1])])
-    total = {"gp": lambda x, grad: bnn.predict(x, predictive="gp", enable_grad=grad)}
-    total["refined"] = lambda x, grad: refined.predict(x, enable_grad=grad)
-    for function in total.values():
-        assert_right(lambda x, grad, f=function: sum(part.sum() for part in f(x, grad)))
+    bnn = laplace()
+    bnn.fit_gp(DATA, 4)
+    refined = bnn.refine(DATA)
+    for one, options in ((bnn, {"predictive": "gp"}), (refined, {})):
+        predict = functools.partial(one.predict, **options)
+        assert_right(lambda x, grad, f=predict: sum(p.sum() for p in f(x, enable_grad=grad)))
 
 
 def same_draws(predict):
@@ -110,33 +106,30 @@ def same_draws(predict):
     return function
 
 
-def variational(prior=PRIOR, guide=tyxe.guides.AutoNormal):
-    return tyxe.VariationalBNN(net(), prior, gaussian(), guide)
+def variational():
+    return mean_field(net(), GAUSSIAN)
 
 
 def chains():
     fixed = {"adapt_step_size": False, "adapt_mass_matrix": False}
     kernel = tyxe.samplers.HMC(1e-3, num_steps=2, **fixed)
-    bnn = tyxe.MCMC_BNN(net(), PRIOR, gaussian(), kernel)
-    bnn.fit([(X, X[:, :1])], 4, warmup_steps=2)
+    bnn = tyxe.MCMC_BNN(net(), NORMAL, GAUSSIAN, kernel)
+    bnn.fit(DATA, 4, warmup_steps=2)
     return bnn
 
 
-def fitted_swag(index=0):
-    torch.manual_seed(index)
-    own = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    bnn = tyxe.SWAG_BNN(own, PRIOR, gaussian(), rank=2)
-    bnn.fit([(X, X[:, :1])], torch.optim.SGD(bnn.parameters(), lr=1e-3), 4, start=0.0)
+def swag(index=0):
+    own = net()
+    nn.init.constant_(own[0].bias, 0.1 * index)
+    bnn = tyxe.SWAG_BNN(own, NORMAL, GAUSSIAN, rank=2)
+    bnn.fit(DATA, torch.optim.SGD(bnn.parameters(), lr=1e-3), 4, start=0.0)
     return bnn
 
 
-def with_dropout():
-    """Its dropout has a mask of its own for each draw, and not for each row."""
-    parts = nn.Linear(2, 3), nn.Tanh(), nn.Dropout(0.3), nn.Linear(3, 1)
-    return tyxe.DropoutBNN(nn.Sequential(*parts).double(), gaussian())
+def ensemble():
+    return tyxe.EnsembleBNN(lambda index: [variational, laplace][index](), 2)
 
 
-NOTHING = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
 # A wrapper, and options of its prediction.
 CASES = {
     "plain": (variational, {}),
@@ -144,16 +137,14 @@ CASES = {
     "in batches": (variational, {"batch_size": 2}),
     "each draw": (variational, {"aggregate": False}),
     "linearised": (variational, {"predictive": "glm"}),
-    "joint": (lambda: laplace("full"), {"aggregate": False, "joint": True}),
+    "joint": (laplace, {"aggregate": False, "joint": True}),
     "chains": (chains, {}),
-    "ensemble": (
-        lambda: tyxe.EnsembleBNN(lambda k: [variational(), laplace("full")][k], 2),
-        {},
-    ),
-    "SWAG": (fitted_swag, {}),
-    "Multi-SWAG": (lambda: tyxe.EnsembleBNN(fitted_swag, 2), {}),
-    "dropout": (with_dropout, {}),
-    "maximum likelihood": (lambda: variational(NOTHING, None), {}),
+    "ensemble": (ensemble, {}),
+    "SWAG": (swag, {}),
+    "Multi-SWAG": (lambda: tyxe.EnsembleBNN(swag, 2), {}),
+    # With a mask of its own for each draw, and not for each row.
+    "dropout": (lambda: tyxe.DropoutBNN(net(nn.Dropout(0.3)), GAUSSIAN), {}),
+    "maximum likelihood": (lambda: tyxe.VariationalBNN(net(), NOTHING, GAUSSIAN), {}),
 }
 
 
@@ -165,22 +156,13 @@ def test_of_every_wrapper(make, options):
     )
 
 
-def test_of_a_module_in_a_loop_of_its_own():
-    """A `PytorchBNN` records gradients in its forward, and has no predictions with any."""
-    bnn = tyxe.PytorchBNN(net(), PRIOR, tyxe.guides.AutoNormal)
-    x = X.clone().requires_grad_()
-    torch.manual_seed(0)
-    (gradient,) = torch.autograd.grad(bnn(x).sum(), x)
-
-    def again(at):
-        torch.manual_seed(0)
-        return bnn(at).detach().sum()
-
-    torch.testing.assert_close(gradient, differences(again, X), rtol=1e-6, atol=1e-7)
-    assert not bnn.predict(x).requires_grad
+def test_a_pytorch_bnn_has_gradients_in_its_forward_alone():
+    bnn = tyxe.PytorchBNN(net(), NORMAL, tyxe.guides.AutoNormal)
+    assert_right(same_draws(lambda x, grad: [bnn(x) if grad else bnn(x).detach()]))
+    assert not bnn.predict(X.clone().requires_grad_()).requires_grad
 
 
-@pytest.mark.parametrize("make", [lambda: laplace("full"), fitted_swag], ids=["Laplace", "SWAG"])
+@pytest.mark.parametrize("make", [laplace, swag])
 def test_of_the_predictive_distribution(make):
     """Such as of the log-probability of a value, or of the mean and standard deviation."""
     bnn, y = make(), torch.ones(3, 1, dtype=torch.float64)
@@ -190,21 +172,3 @@ def test_of_the_predictive_distribution(make):
 
     assert_right(same_draws(lambda x, g: [of(x, g).log_prob(y)]))
     assert_right(same_draws(lambda x, g: [of(x, g).stddev]))
-
-
-def test_an_acquisition_function_is_optimised_in_the_inputs():
-    """Follow an upper confidence bound uphill, as Bayesian optimisation does."""
-    bnn = laplace("full")
-    x = X[:3].clone().requires_grad_()
-    optimizer = torch.optim.Adam([x], lr=0.05)
-
-    def bound(at, grad):
-        found = bnn.predictive(at, enable_grad=grad)
-        return (found.mean + 2 * found.stddev).sum()
-
-    before = bound(X[:3], False)
-    for _ in range(10):
-        optimizer.zero_grad()
-        (-bound(x, True)).backward()
-        optimizer.step()
-    assert bound(x.detach(), False) > before + 0.1

@@ -15,7 +15,7 @@ from pyro.infer.mcmc.util import initialize_model
 
 import tyxe
 from tests.oracles import joints
-from tests.oracles.bnns import mean_field
+from tests.oracles.bnns import mean_field, mlp
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.bnn.potential import Potential
 from tyxe.distributions import Gaussian, ParamBlocks
@@ -27,6 +27,23 @@ from tyxe.priors.sites import SitePriors
 from tyxe.testing import GUIDES
 
 pytestmark = pytest.mark.usefixtures("double")
+LIKELIHOOD = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
+
+
+def data():
+    return torch.randn(5, 2), torch.randn(5, 1)
+
+
+def with_joint(guide="AutoNormal"):
+    """Return a BNN of a small net whose prior is one Normal over all sites."""
+    net = joints.small_net()
+    bnn = joints.vcl(GUIDES[guide], net)
+    bnn.update_prior(joints.joint_prior(net)[1])
+    return bnn
+
+
+def kl_of(bnn, **options):
+    return elbo_terms(bnn.net_prior, bnn.net_guide, **options).kl
 
 
 def test_the_program_samples_sites_one_by_one_from_one_draw():
@@ -56,10 +73,8 @@ def test_the_program_samples_sites_one_by_one_from_one_draw():
     "guide", ["AutoNormal", "AutoRadial", "pyro AutoNormal", "pyro AutoMultivariateNormal"]
 )
 def test_the_elbo_without_closed_forms_is_pyros(guide):
-    net = joints.small_net()
-    bnn = joints.vcl(GUIDES[guide], net)
-    bnn.update_prior(joints.joint_prior(net)[1])
-    x, y = torch.randn(5, 2), torch.randn(5, 1)
+    bnn = with_joint(guide)
+    x, y = data()
     torch.manual_seed(3)
     terms = elbo_terms(bnn.model, bnn.guide, x, y, closed_form_kl=False)
     torch.manual_seed(3)
@@ -69,26 +84,22 @@ def test_the_elbo_without_closed_forms_is_pyros(guide):
 
 @pytest.mark.parametrize("guide", ["AutoNormal", "pyro AutoMultivariateNormal"])
 def test_closed_forms_are_what_draws_average_to(guide):
-    net = joints.small_net()
-    bnn = joints.vcl(GUIDES[guide], net)
-    bnn.update_prior(joints.joint_prior(net)[1])
+    bnn = with_joint(guide)
     with torch.no_grad():
-        exact = [float(elbo_terms(bnn.net_prior, bnn.net_guide).kl) for _ in range(2)]
-        kls = torch.stack(
-            [elbo_terms(bnn.net_prior, bnn.net_guide, closed_form_kl=False).kl for _ in range(600)]
-        )
+        exact = [float(kl_of(bnn)) for _ in range(2)]
+        kls = torch.stack([kl_of(bnn, closed_form_kl=False) for _ in range(300)])
     assert exact[0] == pytest.approx(exact[1], rel=1e-12)  # not drawn
-    assert abs(float(kls.mean()) - exact[0]) < 4 * float(kls.std()) / 600**0.5
+    assert abs(float(kls.mean()) - exact[0]) < 4 * float(kls.std()) / 300**0.5
 
 
 def test_a_posterior_per_layer_with_a_prior_over_all_layers():
     # Of several joint posteriors under one joint prior the KL is estimated at the draw.
-    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4))
+    net = mlp(4, 3, 4)
     bnn = joints.vcl(joints.INDUCING["AutoInducing, diagonal"], net)
     joint, prior = joints.joint_prior(net)
     bnn.update_prior(prior)
     torch.manual_seed(3)
-    kl = elbo_terms(bnn.net_prior, bnn.net_guide).kl
+    kl = kl_of(bnn)
     torch.manual_seed(3)
     trace = poutine.trace(bnn.net_guide).get_trace()
     values = {name: trace.nodes[name]["value"] for name in joint.names}
@@ -97,40 +108,34 @@ def test_a_posterior_per_layer_with_a_prior_over_all_layers():
 
 
 def test_no_weight_is_drawn_where_the_kl_has_a_closed_form():
-    net = joints.small_net()
-    bnn = joints.vcl(GUIDES["AutoNormal"], net)
-    bnn.update_prior(joints.joint_prior(net)[1])
+    bnn = with_joint()
     with tyxe.poutine.local_reparameterization():
-        terms = elbo_terms(bnn.model, bnn.guide, torch.randn(5, 2), torch.randn(5, 1))
-        assert not any(draw.was_drawn for draw in terms.values.values())
-        drawn = elbo_terms(
-            bnn.model, bnn.guide, torch.randn(5, 2), torch.randn(5, 1), closed_form_kl=False
-        )
-        assert all(draw.was_drawn for draw in drawn.values.values())
+        for closed in (True, False):
+            terms = elbo_terms(bnn.model, bnn.guide, *data(), closed_form_kl=closed)
+            assert [draw.was_drawn for draw in terms.values.values()] == [not closed] * 4
 
 
 def test_the_potential_of_mcmc_is_that_of_the_model():
-    net = joints.small_net()
+    net, batch = joints.small_net(), data()
     joint, prior = joints.joint_prior(net)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
-    bnn = tyxe.MCMC_BNN(net, prior, likelihood, NUTS)
-    data = torch.randn(5, 2), torch.randn(5, 1)
+    bnn = tyxe.MCMC_BNN(net, prior, LIKELIHOOD, NUTS)
     values = joint.unflatten(torch.randn(joint.event_shape))
-    _, expected, _, _ = initialize_model(bnn.model, data)
-    potential = Potential(bnn, *data)
+    _, expected, _, _ = initialize_model(bnn.model, batch)
+    potential = Potential(bnn, *batch)
     found = potential.at(potential.flatten(values))
     torch.testing.assert_close(found, expected(values), **joints.EXACT)
-    bnn.fit([data], 3, warmup_steps=2, disable_progbar=True)
+    bnn.fit([batch], 3, warmup_steps=2, disable_progbar=True)
 
 
 def test_a_new_bnn_may_start_with_a_joint_prior():
     net = joints.small_net()
     joint, prior = joints.joint_prior(net)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
-    below = tyxe.guides.scale_below_prior(0.0)
-    median = tyxe.guides.init_to_median
-    builder = functools.partial(tyxe.guides.AutoNormal, init_loc_fn=median, init_scale=below)
-    bnn = tyxe.VariationalBNN(net, prior, likelihood, builder)
+    at_prior = {
+        "init_loc_fn": tyxe.guides.init_to_median,
+        "init_scale": tyxe.guides.scale_below_prior(0.0),
+    }
+    builder = functools.partial(tyxe.guides.AutoNormal, **at_prior)
+    bnn = tyxe.VariationalBNN(net, prior, LIKELIHOOD, builder)
     means = joint.unflatten(joint.mean)
     scales = joint.unflatten(joint.variance.sqrt())
     for name, q in bnn.net_guide.get_detached_distributions().items():
@@ -144,11 +149,8 @@ def test_a_new_bnn_may_start_with_a_joint_prior():
 @pytest.mark.parametrize("guide", GUIDES)
 def test_every_guide_may_be_built_on_a_joint_prior(guide):
     net = joints.small_net()
-    _, prior = joints.joint_prior(net)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
-    data = [(torch.randn(5, 2), torch.randn(5, 1))]
-    bnn = tyxe.VariationalBNN(net, prior, likelihood, GUIDES[guide])
-    history = bnn.fit(data, torch.optim.Adam, 1, progress=False)
+    bnn = tyxe.VariationalBNN(net, joints.joint_prior(net)[1], LIKELIHOOD, GUIDES[guide])
+    history = bnn.fit([data()], torch.optim.Adam, 1)
     assert torch.isfinite(torch.tensor(history.loss[0]))
     if guide in joints.SPREAD:
         joints.four_lines(bnn)
@@ -163,83 +165,66 @@ def rejects(bnn, prior, error, match):
     assert bnn.prior is held
 
 
+def by_own_name(joint, names=None):
+    return {n.removeprefix("net."): joint.marginal(n) for n in names or joint.names}
+
+
 def test_some_sites_of_a_joint_prior_name_the_missing_ones():
-    net = joints.small_net()
-    bnn = joints.vcl(GUIDES["AutoNormal"], net)
-    joint, prior = joints.joint_prior(net)
+    bnn = joints.vcl(GUIDES["AutoNormal"], joints.small_net())
+    joint, prior = joints.joint_prior(bnn.net)
     some = {**prior.dist_dict, "net.2.bias": dist.Normal(0.0, 1.0).expand([1])}
     rejects(bnn, DictPrior(some), ValueError, r"2\.weight have it, and net\.2\.bias not")
-    larger = Gaussian(
-        ParamBlocks((*joint.blocks, SiteBlock("net.4.bias", torch.Size([1])))),
-        torch.zeros(14),
-        Diagonal(torch.ones(14)),
-    )
-    rejects(
-        bnn,
-        DictPrior({name: larger.marginal(name) for name in joint.names}),
-        ValueError,
-        r"and net\.4\.bias not. Ask for all of them: get_detached_distributions",
-    )
+    blocks = ParamBlocks((*joint.blocks, SiteBlock("net.4.bias", torch.Size([1]))))
+    larger = Gaussian(blocks, torch.zeros(14), Diagonal(torch.ones(14)))
+    message = r"and net\.4\.bias not. Ask for all of them: get_detached_distributions"
+    rejects(bnn, DictPrior(by_own_name(larger, joint.names)), ValueError, message)
 
 
 def test_joint_posteriors_of_other_sites_or_shapes_are_refused():
     bnn = joints.vcl(GUIDES["AutoNormal"], joints.small_net())
-    other = joints.vcl(net=nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
-    posterior = other.net_guide.get_detached_distributions()
-    rejects(bnn, DictPrior(posterior), ValueError, r"'0\.weight' has shape \(4, 2\), but the param")
-    one = joints.vcl(net=nn.Linear(2, 1)).net_guide.get_detached_distributions()
-    rejects(bnn, DictPrior(one), ValueError, r"no entry for '0\.weight'; it has weight, bias")
-    joint, prior = joints.joint_prior(joints.small_net())
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
-    named = mean_field(joints.small_net(), likelihood, joints.normal_prior(), name="a")
-    by_own_name = {n.removeprefix("net."): joint.marginal(n) for n in joint.names}
-    rejects(named, DictPrior(by_own_name), ValueError, r"'a\.net\.0\.weight' is that of 'net\.0")
-    swapped = {n.removeprefix("net."): q for n, q in prior.dist_dict.items()}
+    for net, message in (
+        (mlp(2, 4, 1), r"'0\.weight' has shape \(4, 2\), but the param"),
+        (nn.Linear(2, 1), r"no entry for '0\.weight'; it has weight, bias"),
+    ):
+        posterior = joints.vcl(net=net).net_guide.get_detached_distributions()
+        rejects(bnn, DictPrior(posterior), ValueError, message)
+    joint, _ = joints.joint_prior(joints.small_net())
+    named = mean_field(joints.small_net(), LIKELIHOOD, joints.normal_prior(), name="a")
+    message = r"'a\.net\.0\.weight' is that of 'net\.0"
+    rejects(named, DictPrior(by_own_name(joint)), ValueError, message)
     square = joints.vcl(GUIDES["AutoNormal"], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    joint, _ = joints.joint_prior(square.net)
-    swapped = {n.removeprefix("net."): joint.marginal(n) for n in joint.names}
+    swapped = by_own_name(joints.joint_prior(square.net)[0])
     swapped["0.weight"], swapped["1.weight"] = swapped["1.weight"], swapped["0.weight"]
     rejects(square, DictPrior(swapped), ValueError, "give the marginals by their own names")
 
 
-@pytest.mark.parametrize("kind", ["variational", "laplace"])
-def test_no_prior_update_within_a_fit(kind):
-    net, data = joints.small_net(), [(torch.randn(5, 2), torch.randn(5, 1))]
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
-    if kind == "laplace":
-        bnn = tyxe.LaplaceBNN(net, joints.normal_prior(), likelihood)
-    else:
-        bnn = tyxe.VariationalBNN(net, joints.normal_prior(), likelihood, tyxe.guides.AutoNormal)
-    copies = []
+@pytest.mark.parametrize("make", [mean_field, tyxe.LaplaceBNN])
+def test_no_prior_update_within_a_fit(make):
+    prior = joints.normal_prior()
+    net, copies = joints.small_net(), []
+    bnn = mean_field(net, LIKELIHOOD) if make is mean_field else make(net, prior, LIKELIHOOD)
 
     def callback(bnn, epoch, loss):
         copies.append(copy.deepcopy(bnn))
-        rejects(bnn, joints.normal_prior(), RuntimeError, "cannot be updated within a fit")
+        rejects(bnn, prior, RuntimeError, "cannot be updated within a fit")
+        if epoch == 1:
+            raise KeyboardInterrupt
 
-    bnn.fit(data, torch.optim.Adam, 2, callback=callback, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        bnn.fit([data()], torch.optim.Adam, 3, callback=callback)
     assert len(copies) == 2
     # After it, and in a copy that a callback made, it can.
     for one in (bnn, *copies):
-        one.update_prior(joints.normal_prior())
-
-    def fails(bnn, epoch, loss):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        bnn.fit(data, torch.optim.Adam, 2, callback=fails, progress=False)
-    bnn.update_prior(joints.normal_prior())
+        one.update_prior(prior)
 
 
 def test_one_site_of_a_joint_prior_cannot_be_scaled():
-    net = joints.small_net()
-    bnn = joints.vcl(GUIDES["AutoNormal"], net)
-    bnn.update_prior(joints.joint_prior(net)[1])
+    bnn = with_joint()
     with (
         pytest.raises(ValueError, match="cannot be scaled one by one: expose all of them"),
         tyxe.poutine.selective_scale(scale=0.5, expose=["0.weight"]),
     ):
-        elbo_terms(bnn.net_prior, bnn.net_guide)
-    full = elbo_terms(bnn.net_prior, bnn.net_guide).kl.item()
-    names = list(bnn.net_prior.names())
-    with tyxe.poutine.selective_scale(scale=0.5, expose=names):
-        assert elbo_terms(bnn.net_prior, bnn.net_guide).kl.item() == pytest.approx(full / 2)
+        kl_of(bnn)
+    full = kl_of(bnn).item()
+    with tyxe.poutine.selective_scale(scale=0.5, expose=list(bnn.net_prior.names())):
+        assert kl_of(bnn).item() == pytest.approx(full / 2)

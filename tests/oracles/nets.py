@@ -16,8 +16,8 @@ class NetOf(nn.Module):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
+    def forward(self, *inputs, **named):
+        return self.function(self, *inputs, **named)
 
 
 class ReadLast(nn.Module):

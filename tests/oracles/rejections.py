@@ -48,8 +48,11 @@ def assert_unchanged(bnn, before):
     assert len(pyro.get_param_store()) == 0
 
 
-def rejects(bnn, error, message, call):
+def rejects(bnn, error, message, call, draws=False):
+    """Expect an error that changes nothing; with `draws`, random numbers may have been drawn."""
     before = snapshot(bnn)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         call()
-    assert_unchanged(bnn, before)
+    rng = torch.get_rng_state() if draws else before[-1]
+    assert_unchanged(bnn, (*before[:-1], rng))
+    return caught.value
