@@ -2,7 +2,6 @@
 
 import math
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -26,15 +25,6 @@ def test_draws_have_the_posteriors_covariance(structure, damping):
     white = torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), draws.mT, upper=False)
     moments = white @ white.mT / 1000
     assert bool(((moments - torch.eye(len(centre))).abs() < 6 * math.sqrt(2 / 1000)).all())
-
-
-def test_a_draw_is_a_pyro_program():
-    bnn, x, _ = fitted()
-    trace = pyro.poutine.trace(bnn.net_guide).get_trace()
-    assert {"net.0.weight", "net.2.bias"} <= set(trace.nodes)
-    assert bnn(x).shape == (15, 3)
-    assert bnn.predict(x, predictive="bnn", num_predictions=4, aggregate=False).shape == (4, 15, 3)
-    assert bnn.predict(x, num_predictions=4, aggregate=False).shape == (4, 15, 3)
 
 
 def test_a_diagonal_posterior_becomes_a_prior():

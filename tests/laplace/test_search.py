@@ -68,31 +68,21 @@ def test_a_search_that_cannot_end_says_so():
     torch.testing.assert_close(float(found), float(before))
 
 
-def test_the_prior_precision_by_held_out_data():
+@pytest.mark.parametrize("options", [{}, {"predictive": "bnn"}])
+def test_the_prior_precision_by_held_out_data(options, monkeypatch):
+    """By draws too: with many classes the covariances of outputs do not fit into memory."""
     bnn, x, y = classifier("diag")
     bnn.fit([(x, y)], ADAM, 20)
     grid = [1e-2, 1.0, 100.0]
-    best = bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
+    if options:
+        monkeypatch.setattr("tyxe.check.MEMORY_LIMIT", 500)
+        with pytest.raises(ValueError, match=r"covariances of 15 points.*predictive='bnn'"):
+            bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
+    best = bnn.optimize_prior_precision("grid", [(x, y)], grid=grid, **options)
     scores = []
     for precision in grid:
         bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, precision**-0.5)))
-        scores.append(float(bnn.evaluate(x, y, 2000)[1]))
-    assert float(best) == pytest.approx(grid[scores.index(max(scores))])
-
-
-def test_held_out_data_may_be_predicted_by_draws(monkeypatch):
-    """With many classes the covariances of outputs do not fit into memory."""
-    bnn, x, y = classifier("diag")
-    bnn.fit([(x, y)], ADAM, 20)
-    grid = [1e-2, 1.0, 100.0]
-    monkeypatch.setattr("tyxe.check.MEMORY_LIMIT", 500)
-    with pytest.raises(ValueError, match=r"covariances of 15 points' outputs.*predictive='bnn'"):
-        bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
-    best = bnn.optimize_prior_precision("grid", [(x, y)], grid=grid, predictive="bnn")
-    scores = []
-    for precision in grid:
-        bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, precision**-0.5)))
-        scores.append(float(bnn.evaluate(x, y, 500, predictive="bnn")[1]))
+        scores.append(float(bnn.evaluate(x, y, 1000, **options)[1]))
     assert float(best) == pytest.approx(grid[scores.index(max(scores))])
 
 

@@ -57,10 +57,10 @@ def classifier(structure="kron", points=15, prior=None, **options):
     return laplace_bnn(net, prior, likelihood, structure=structure, **options), x, y
 
 
-def fitted(structure="kron", *given, **options):
-    """Return a classifier with its curvature, and the data."""
+def fitted(structure="kron", *given, data=None, **options):
+    """Return a classifier with the curvature of its data, or of other data, and its own."""
     bnn, x, y = classifier(structure, *given, **options)
-    bnn.fit_curvature([(x, y)])
+    bnn.fit_curvature([(x, y)] if data is None else data)
     return bnn, x, y
 
 

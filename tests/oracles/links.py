@@ -14,9 +14,9 @@ def covariances(*shape: int, rank: int | None = None) -> torch.Tensor:
     return factor @ factor.mT / size
 
 
-def expected_sigmoid(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-    """`E sigmoid(f)` by the trapezoid rule, exponentially accurate for a Gaussian integrand."""
+def expected_sigmoid(mean: torch.Tensor, variance: torch.Tensor, power: float = 1) -> torch.Tensor:
+    """`E sigmoid(f)^power` by the trapezoid rule, exponentially accurate for a Gaussian."""
     z = torch.linspace(-12, 12, 20_001, dtype=torch.float64)
     density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
-    values = (mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * z).sigmoid()
+    values = (mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * z).sigmoid() ** power
     return torch.trapezoid(values * density, z)

@@ -8,7 +8,9 @@ import torch
 import torch.nn as nn
 
 import tyxe
-from tests.oracles.laplace import laplace_bnn
+from tests.oracles.bnns import NORMAL, mean_field
+from tests.oracles.laplace import STRUCTURES, laplace_bnn
+from tests.oracles.nets import NetOf
 from tyxe.curvature import jacobian
 from tyxe.laplace.gaussian_prior import independent_terms
 from tyxe.likelihoods import output_hessian
@@ -85,20 +87,24 @@ NETS = {
     "conv": (conv, (6, 1, 4, 4)),
     "pixels": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (6, 2, 3)),
 }
+
+
+def by_parameter(scales):
+    """A prior whose standard deviations are a function of name and parameter."""
+
+    def make(net):
+        named = net.named_parameters()
+        return tyxe.priors.DictPrior(
+            {n: dist.Normal(0 * p.detach(), scales(n, p)).to_event(p.dim()) for n, p in named}
+        )
+
+    return make
+
+
 PRIORS = {
     "one": lambda net: tyxe.priors.IIDPrior(dist.Normal(0.0, 1.3)),
-    "by parameter": lambda net: tyxe.priors.DictPrior(
-        {
-            name: dist.Normal(torch.zeros(p.shape), 0.5 + torch.rand(p.shape)).to_event(p.dim())
-            for name, p in net.named_parameters()
-        }
-    ),
-    "bias": lambda net: tyxe.priors.DictPrior(
-        {
-            name: dist.Normal(0.0, 2.0 if "bias" in name else 0.5).expand(p.shape).to_event(p.dim())
-            for name, p in net.named_parameters()
-        }
-    ),
+    "by parameter": by_parameter(lambda name, p: 0.5 + torch.rand(p.shape)),
+    "bias": by_parameter(lambda name, p: torch.full(p.shape, 2.0 if "bias" in name else 0.5)),
 }
 
 
@@ -178,15 +184,11 @@ def test_a_subset_scales_the_prior():
     torch.testing.assert_close(scale, variance.sqrt(), **TIGHT)
 
 
-class Shifted(nn.Linear):
-    def forward(self, x, shift):
-        return super().forward(x) + shift
-
-
 def test_an_argument_without_rows_stays_whole_in_a_subset():
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.3)
     x, y, shift = torch.randn(6, 2), torch.randn(6, 1), torch.tensor(0.5)
-    bnn = tyxe.LaplaceBNN(Shifted(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood)
+    net = NetOf(lambda net, x, shift: net.layer(x) + shift, layer=nn.Linear(2, 1))
+    bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood)
     bnn.fit_curvature([((x, shift), y)])
     bnn.fit_gp([((x, shift), y)], num_points=4)
     assert [len(bnn._gp_on_subset.inputs[0]), bnn._gp_on_subset.inputs[1]] == [4, shift]
@@ -198,6 +200,8 @@ def test_it_follows_prior_and_weights():
     bnn, x, y = made()
     bnn.fit_curvature([(x, y)])
     bnn.fit_gp([(x, y)])
+    draws = bnn.predict(x, predictive="gp", num_predictions=7, aggregate=False)
+    assert draws.shape == (7, 6, 3)
     before = bnn.predict(x, predictive="gp", link="probit")
     assert torch.equal(bnn.predict(x, predictive="gp", link="probit"), before)
     bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, 0.4)))
@@ -224,16 +228,7 @@ def test_the_net_in_half_precision_is_another_one():
     torch.testing.assert_close(half, found, rtol=0.05, atol=0.05)
 
 
-def test_outputs_are_sampled_on_request():
-    bnn, x, y = made(structure="diag")
-    bnn.fit_curvature([(x, y)])
-    bnn.fit_gp([(x, y)], 4)
-    draws = bnn.predict(x, predictive="gp", num_predictions=7, aggregate=False)
-    assert draws.shape == (7, 6, 3)
-    assert bool(draws.isfinite().all())
-
-
-@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("net", NETS)
 def test_the_joint_covariance_of_outputs(net, structure):
     bnn, x, y = made(net, structure=structure)
@@ -264,11 +259,8 @@ def test_bad_input():
         bnn.fit_gp([(x, y)], factor=-1.0)
     with pytest.raises(RuntimeError, match=r"call fit_gp"):
         bnn.predict(x, predictive="gp")
-    variational = tyxe.VariationalBNN(
-        nn.Linear(3, 3), PRIORS["one"](None), bnn.likelihood, tyxe.guides.AutoNormal
-    )
     with pytest.raises(ValueError, match=r"predictive is 'gp'; expected 'bnn' or 'glm'"):
-        variational.predict(x, predictive="gp")
+        mean_field(nn.Linear(3, 3), bnn.likelihood).predict(x, predictive="gp")
 
 
 def test_a_kernel_matrix_too_large_is_refused_before_it_is_made():

@@ -187,9 +187,9 @@ def test_divergence_is_told():
     # Where exp(f) is far too small for the counts, a full step goes far too high.
     model = linear_models.made("poisson", 80)
     far = dataclasses.replace(model, outputs=model.outputs - 12.0)
-    assert isinstance(started(far, "full"), OutputIterate)
-    with pytest.raises(RuntimeError, match=r"diverged at step \d+ of 20 with rate=1.0: use a"):
-        refine_variational(far, rate=1.0, num_steps=20)
+    for structure in ("full", "diag"):
+        with pytest.raises(RuntimeError, match=r"diverged at step \d+ of 20 with rate=1.0: use a"):
+            refine_variational(far, structure, rate=1.0, num_steps=20)
     mean, _ = refine_variational(far, rate=0.02, num_steps=20)
     assert bool(mean.isfinite().all())
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL, mean_field
+from tests.oracles.nets import KindAndSize, NetOf, kind_and_size
 from tyxe.predictive import scores
 
 X = torch.linspace(-2, 2, 14).view(7, 2)
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 WEIGHTS = torch.tensor([0.5, 0.2, 0.2, 0.1], dtype=torch.float64)
 
 
@@ -99,7 +100,7 @@ def test_numbers_have_the_variance_of_their_means(likelihood, mean_of):
 def classifier(index=0):
     torch.manual_seed(index)
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 3))
-    return tyxe.VariationalBNN(net, NORMAL, tyxe.likelihoods.Categorical(7), tyxe.guides.AutoNormal)
+    return mean_field(net, tyxe.likelihoods.Categorical(7))
 
 
 def laplace():
@@ -109,9 +110,8 @@ def laplace():
 
 
 def chain():
-    bnn = tyxe.MCMC_BNN(
-        nn.Linear(2, 3), NORMAL, tyxe.likelihoods.Categorical(7), tyxe.samplers.SGLD(0.01)
-    )
+    likelihood, kernel = tyxe.likelihoods.Categorical(7), tyxe.samplers.SGLD(0.01)
+    bnn = tyxe.MCMC_BNN(nn.Linear(2, 3), NORMAL, likelihood, kernel)
     bnn.fit([(X, torch.arange(7) % 3)], 6)
     return bnn
 
@@ -145,7 +145,7 @@ def test_of_a_wrapper_it_is_the_score_of_its_draws(make):
 
 def test_of_a_regression_it_is_the_variance_of_the_draws():
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(7, scale=0.1)
-    bnn = tyxe.VariationalBNN(nn.Linear(2, 1), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    bnn = mean_field(nn.Linear(2, 1), likelihood)
     torch.manual_seed(1)
     draws = bnn.predict(X, num_predictions=8, aggregate=False)
     torch.manual_seed(1)
@@ -158,16 +158,8 @@ def test_of_a_regression_it_is_the_variance_of_the_draws():
 
 
 def test_a_loader_and_several_arguments_are_inputs_too():
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 3)
-
-        def forward(self, a, b):
-            return self.linear(a + b)
-
-    likelihood = tyxe.likelihoods.Categorical(7)
-    bnn = tyxe.VariationalBNN(Sum(), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    net = NetOf(lambda net, a, b: net.linear(a + b), linear=nn.Linear(2, 3))
+    bnn = mean_field(net, tyxe.likelihoods.Categorical(7))
     found = []
     for inputs in ((X, X), [((X[:4], X[:4]), None), ((X[4:], X[4:]), None)]):
         torch.manual_seed(1)
@@ -176,15 +168,7 @@ def test_a_loader_and_several_arguments_are_inputs_too():
 
 
 def test_several_outputs_are_refused():
-    likelihood = tyxe.likelihoods.Joint(
-        kind=tyxe.likelihoods.Categorical(7), other=tyxe.likelihoods.Categorical(7)
-    )
-
-    class Two(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).chunk(2, -1)
-
-    bnn = tyxe.VariationalBNN(Two(2, 6), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    bnn = mean_field(KindAndSize(2), kind_and_size(7))
     with pytest.raises(TypeError, match="several outputs"):
         bnn.ood_score(X)
     draws = bnn.predict(X, num_predictions=4, aggregate=False)
