@@ -129,6 +129,15 @@ def test_tied_targets_are_all_held(score, of, of_targets, seed, outputs):
         assert conformal.threshold == pytest.approx(float(exact.max()), tolerance, tolerance)
 
 
+@pytest.mark.parametrize("make", [ScaleFactor, lambda: SplitConformal("normalized", level=0.8)])
+def test_targets_that_are_nan_do_not_count(make):
+    mean, scale, y = torch.randn(30, 1), torch.rand(30, 1) + 0.1, torch.randn(30, 1)
+    y[::4] = torch.nan
+    kept = ~y[:, 0].isnan()
+    found, expected = make().fit((mean, scale), y), make().fit((mean[kept], scale[kept]), y[kept])
+    assert repr(found) == repr(expected)
+
+
 # --- BNNs ---------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ CLASSES = {
     "boolean targets": ((PROBS, TARGETS.bool()), TypeError, "bool; expected integers"),
     "listed targets": ((PROBS, [0, 1]), TypeError, r"torch\.as_tensor\(targets\)"),
     "a column": ((PROBS, TARGETS[:, None]), ValueError, r"\(2, 1\); .*targets\.squeeze\(-1\)"),
-    "one-hot": ((PROBS, torch.eye(2)), ValueError, r"targets\.argmax\(-1\)"),
+    "one-hot": ((PROBS, torch.eye(2).long()), ValueError, r"targets\.argmax\(-1\)"),
     "too large": ((PROBS, TARGETS + 1), ValueError, "over 1..2; expected 0..1 for 2 classes"),
     "too small": ((PROBS, TARGETS - 1), ValueError, "over -1..0; expected 0..1"),
 }

@@ -192,6 +192,39 @@ def test_a_weight_of_two_is_the_point_twice_for_classes(metric):
     torch.testing.assert_close(metric(probs, y, weights=count), repeated)
 
 
+@pytest.mark.parametrize("metric", [metrics.nll, metrics.brier_score])
+def test_soft_labels_are_the_expectation_over_labels(metric):
+    (probs, y), classes = classified(20), torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(metric(probs, classes[y]), metric(probs, y))
+    soft = torch.rand(20, 4, dtype=torch.float64).softmax(-1)
+    each = [metric(probs[i : i + 1], torch.tensor([c])) for i in range(20) for c in range(4)]
+    expected = (torch.stack(each).view(20, 4) * soft).sum(1).mean()
+    if metric is metrics.brier_score:  # a square is not linear: less the variance of the label
+        expected = expected - (soft * (1 - soft)).sum(1).mean()
+    torch.testing.assert_close(metric(probs, soft), expected)
+
+
+def test_targets_that_are_nan_are_missing(numbers):
+    means, scales, y = (part.view(*part.shape[:-1], N // 2, 2).clone() for part in numbers)
+    y[1, 0], y[2] = torch.nan, torch.nan
+    kept, ends = ~y.isnan(), (means[0] - 1, means[0] + 1)
+    cases = [(metric, (means[0], scales[0], y)) for metric in GAUSSIAN]
+    cases += [
+        (metrics.rmse, (means[0], y)),
+        (metrics.crps_samples, (means, y)),
+        (metrics.crps_mixture, (means, scales, y)),
+        (metrics.interval_score, (*ends, y)),
+        (metrics.quantile_calibration_error, (metrics.gaussian_pit(means[0], scales[0], y),)),
+        (metrics.quantile_calibration_error, (metrics.sample_pit(means, y),)),
+    ]
+    weights = torch.tensor([1.0, 3.0, 2.0])
+    how = {"weights": weights[:, None].expand(3, 2)[kept]}
+    for metric, parts in cases:
+        rest = [part[..., kept] for part in parts]
+        torch.testing.assert_close(metric(*parts), metric(*rest))
+        torch.testing.assert_close(metric(*parts, weights=weights), metric(*rest, **how))
+
+
 def test_a_weight_of_two_is_the_point_twice_for_numbers(numbers):
     (means, scales, y), count = numbers, torch.arange(N) % 3
     twice = [part.repeat_interleave(count, -1) for part in (means, scales, y)]

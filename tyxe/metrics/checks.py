@@ -6,8 +6,11 @@ from torch import Tensor
 from tyxe import check
 
 
-def check_real(name: str, value: Tensor) -> Tensor:
-    """Return the tensor in float32 at least, if it is floating point, not empty, without NaNs."""
+def check_real(name: str, value: Tensor, missing: bool = False) -> Tensor:
+    """Return the tensor in float32 at least, if it is floating point, not empty, without NaNs.
+
+    Where numbers may be missing, not all of them are NaN.
+    """
     check.one_of(name, value, Tensor, f"a tensor: pass torch.as_tensor({name})")
     if not value.is_floating_point():
         raise TypeError(f"{name} is {value.dtype}; expected floating point: pass {name}.float()")
@@ -17,9 +20,12 @@ def check_real(name: str, value: Tensor) -> Tensor:
             "collect the batches with torch.cat(batches)"
         )
     # An exported or compiled graph cannot read numbers.
-    if not torch.compiler.is_compiling() and value.isnan().any():
+    if torch.compiler.is_compiling():
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+    count = int(value.isnan().sum())
+    if count == value.numel() or (count and not missing):
         raise ValueError(
-            f"{name} has {int(value.isnan().sum())} NaN entries; expected none: "
+            f"{name} has {count} NaN entries; expected {'fewer' if missing else 'none'}: "
             f"find them with {name}.isnan().nonzero()"
         )
     return value.to(torch.promote_types(value.dtype, torch.float32))
@@ -66,9 +72,15 @@ def check_targets(targets: Tensor, probs: Tensor) -> Tensor:
     return targets
 
 
-def check_classified(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities and targets if they fit each other."""
+def check_classified(probs: Tensor, targets: Tensor, soft: bool = False) -> tuple[Tensor, Tensor]:
+    """Return probabilities and targets if they fit each other.
+
+    Targets are classes, `(n,)`, or where `soft` allows it probabilities of classes, `(n, C)`.
+    """
     probs = check_probs(probs)
+    if soft and isinstance(targets, Tensor) and targets.dim() == 2 and targets.is_floating_point():
+        check.shape("targets", targets, probs.shape, ": probabilities of the same classes")
+        return probs, check_probs(targets).to(probs)
     return probs, check_targets(targets, probs)
 
 
@@ -82,14 +94,22 @@ def check_weights(weights: Tensor, values: Tensor) -> Tensor:
     return weights
 
 
-def average(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the mean of numbers `(n, ...)`, of points counted by their weights `(n,)` if given."""
-    if weights is None:
+def average(values: Tensor, weights: Tensor | None, targets: Tensor | None = None) -> Tensor:
+    """Return the mean of numbers `(n, ...)`, of points counted by their weights `(n,)` if given.
+
+    Those whose targets, of the same shape, are NaN are missing.
+    """
+    missing = None if torch.compiler.is_compiling() or targets is None else targets.isnan()
+    if weights is None and (missing is None or not missing.any()):
         return values.mean()
-    weights = check_weights(weights, values)
-    kept = weights > 0  # a score of a point that does not count may be infinite
-    each = values[kept].flatten(1).mean(1) if values.dim() > 1 else values[kept]
-    return each @ weights[kept] / weights.sum()
+    counts = torch.ones_like(values)
+    if weights is not None:
+        weights = check_weights(weights, values)
+        counts = counts * weights.view(-1, *[1] * (values.dim() - 1))
+    if missing is not None:
+        counts = counts * ~missing
+    kept = counts > 0  # a score of a point that does not count may be infinite
+    return values[kept] @ counts[kept] / counts.sum()
 
 
 def check_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,8 +123,8 @@ def check_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]
 
 
 def check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return means and targets in one dtype if they have one shape."""
-    mean, targets = check_real("mean", mean), check_real("targets", targets)
+    """Return means and targets in one dtype if they have one shape; missing targets are NaN."""
+    mean, targets = check_real("mean", mean), check_real("targets", targets, missing=True)
     if mean.dim() == 0:
         raise ValueError("mean has shape (); expected (n, ...): pass mean.unsqueeze(0)")
     _check_shape("targets", targets, mean)

@@ -28,12 +28,15 @@ def nll(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor
 
     `-1/n sum_i log p_i(y_i)`. For a Bayesian average pass the *averaged* probabilities, so that
     the mean is taken before the logarithm. A target of probability zero makes it infinite.
+    Targets may be probabilities of classes, `(n, C)`: `-1/n sum_i sum_c q_i(c) log p_i(c)`.
 
     Example:
         >>> nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1]))
         tensor(0.4904)
     """
-    probs, targets = check_classified(probs, targets)
+    probs, targets = check_classified(probs, targets, soft=True)
+    if targets.dim() == 2:
+        return -average(torch.special.xlogy(targets, probs).sum(-1), weights)
     return -average(probs.gather(-1, targets[:, None])[:, 0].log(), weights)
 
 
@@ -54,7 +57,7 @@ def brier_score(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -
     r"""Squared distance between the probabilities and the one-hot target, summed over classes.
 
     `1/n sum_i sum_c (p_i(c) - 1[y_i = c])^2`: in `[0, 2]`, twice the form that is usual for two
-    classes.
+    classes. Targets may be probabilities of classes, `(n, C)`, in the place of the one-hot ones.
 
     References:
         Brier (1950), Verification of forecasts expressed in terms of probability.
@@ -63,9 +66,10 @@ def brier_score(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -
         >>> brier_score(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
         tensor(0.5000)
     """
-    probs, targets = check_classified(probs, targets)
-    one_hot = torch.nn.functional.one_hot(targets, probs.shape[-1])
-    return average((probs - one_hot).square().sum(-1), weights)
+    probs, targets = check_classified(probs, targets, soft=True)
+    if targets.dim() == 1:
+        targets = torch.nn.functional.one_hot(targets, probs.shape[-1])
+    return average((probs - targets).square().sum(-1), weights)
 
 
 def calibration_curve(

@@ -1,4 +1,7 @@
-"""Scores of predicted numbers: by Gaussians, intervals, samples, mixtures and draws."""
+"""Scores of predicted numbers: by Gaussians, intervals, samples, mixtures and draws.
+
+Targets that are NaN are missing, and their numbers are left out of averages.
+"""
 
 import math
 from statistics import NormalDist
@@ -20,7 +23,7 @@ def rmse(mean: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor
         tensor(3.5355)
     """
     mean, targets = check_regression(mean, targets)
-    return average((targets - mean).square(), weights).sqrt()
+    return average((targets - mean).square(), weights, targets).sqrt()
 
 
 def gaussian_nll(
@@ -35,7 +38,7 @@ def gaussian_nll(
         tensor(0.9189)
     """
     z, scale = _standardize(mean, scale, targets)
-    return average(0.5 * z.square() + scale.log() + 0.5 * math.log(2 * math.pi), weights)
+    return average(0.5 * z.square() + scale.log() + 0.5 * math.log(2 * math.pi), weights, targets)
 
 
 def crps_gaussian(
@@ -55,7 +58,7 @@ def crps_gaussian(
         tensor(0.2337)
     """
     z, scale = _standardize(mean, scale, targets)
-    return average(scale * (_mean_absolute(z, 1.0) - 1 / math.sqrt(math.pi)), weights)
+    return average(scale * (_mean_absolute(z, 1.0) - 1 / math.sqrt(math.pi)), weights, targets)
 
 
 def interval_coverage(
@@ -79,7 +82,7 @@ def interval_coverage(
     level = check.number("level", level, above=0, below=1, hint=": pass level=0.95 for 95 %")
     z, _ = _standardize(mean, scale, targets)
     quantile = NormalDist().inv_cdf((1 + level) / 2)
-    return average((z.abs() <= quantile).to(z.dtype), weights)
+    return average((z.abs() <= quantile).to(z.dtype), weights, targets)
 
 
 def lppd(log_likelihoods: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -126,7 +129,7 @@ def crps_samples(samples: Tensor, targets: Tensor, weights: Tensor | None = None
     # sum_st |x_s - x_t| = 2 sum_k (2 k - S - 1) x_(k)
     ordered, factor = samples.sort(0).values, (2 * ranks - count - 1) / count**2
     spread = (ordered.movedim(0, -1) * factor).sum(-1)
-    return average((samples - targets).abs().mean(0) - spread, weights)
+    return average((samples - targets).abs().mean(0) - spread, weights, targets)
 
 
 def crps_mixture(
@@ -155,7 +158,7 @@ def crps_mixture(
     spread = torch.zeros_like(first)
     for mean, own in zip(means, variance, strict=True):  # S^2 terms of n numbers, S at a time
         spread += _mean_absolute(means - mean, (variance + own).sqrt()).mean(0)
-    return average(first - 0.5 * spread / len(means), weights)
+    return average(first - 0.5 * spread / len(means), weights, targets)
 
 
 def _mean_absolute(mean: Tensor, scale: Tensor | float) -> Tensor:
@@ -194,7 +197,7 @@ def interval_score(
     lower, y = check_regression(lower, targets)
     upper, _ = check_regression(upper, targets)
     outside = (lower - y).clamp_min(0) + (y - upper).clamp_min(0)
-    return average(upper - lower + 2 / (1 - level) * outside, weights)
+    return average(upper - lower + 2 / (1 - level) * outside, weights, y)
 
 
 def gaussian_pit(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tensor:
@@ -221,7 +224,8 @@ def sample_pit(samples: Tensor, targets: Tensor) -> Tensor:
     """
     samples, targets = _stacked("samples", samples, targets)
     below = (samples < targets).sum(0) + 0.5 * (samples == targets).sum(0)
-    return ((below + 0.5) / (len(samples) + 1)).to(samples.dtype)
+    found = ((below + 0.5) / (len(samples) + 1)).to(samples.dtype)
+    return found.where(~targets.isnan(), torch.nan)
 
 
 def quantile_calibration_error(
@@ -241,15 +245,15 @@ def quantile_calibration_error(
         >>> quantile_calibration_error(torch.tensor([0.1, 0.3, 0.5, 0.7]), num_levels=3)
         tensor(0.1667)
     """
-    pit, num_levels = check_real("pit", pit), check.count("num_levels", num_levels)
-    if not ((pit >= 0) & (pit <= 1)).all():
+    pit, num_levels = check_real("pit", pit, missing=True), check.count("num_levels", num_levels)
+    if ((pit < 0) | (pit > 1)).any():
         raise ValueError(
             f"pit ranges from {pit.min():.4g} to {pit.max():.4g}; expected probabilities: pass "
             "gaussian_pit(mean, scale, targets)"
         )
     levels = torch.arange(1, num_levels + 1, dtype=pit.dtype, device=pit.device) / (num_levels + 1)
-    gaps = [(average((pit <= level).to(pit.dtype), weights) - level).abs() for level in levels]
-    return torch.stack(gaps).mean()
+    covered = [average((pit <= level).to(pit.dtype), weights, pit) for level in levels]
+    return (torch.stack(covered) - levels).abs().mean()
 
 
 def _stacked(name: str, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
