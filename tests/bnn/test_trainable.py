@@ -37,15 +37,15 @@ def by_hand(module, batches, epochs=3):
     return losses
 
 
-def laplace():
+def laplace(net=None):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    net = net or nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     return tyxe.LaplaceBNN(net, NORMAL, tyxe.likelihoods.Categorical(20))
 
 
-def dropout():
+def dropout(net=None):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    net = net or nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 2))
     return tyxe.DropoutBNN(net, tyxe.likelihoods.Categorical(20))
 
 
@@ -221,6 +221,34 @@ def test_inputs_and_sizes_of_later_batches_are_looked_at():
     module((X, Y)).backward()
     refuses(module, (X * float("nan"), Y), RuntimeError, "training stopped: the log-likelihood")
     refuses(module, (X.repeat(2, 1), Y.repeat(2)), ValueError, "the batch has 40 points")
+
+
+class Masked(nn.Module):
+    """A net that takes -inf, where attention is not to look."""
+
+    def __init__(self):
+        super().__init__()
+        layers = nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.1), nn.Linear(4, 2)
+        self.body = nn.Sequential(*layers)
+
+    def forward(self, x, mask):
+        return self.body(x) * mask.softmax(-1).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", [variational, laplace, dropout])
+def test_gradients_of_inputs_that_are_not_finite_are_looked_at(kind):
+    """A net that saturates has a finite loss there."""
+    module = tyxe.Trainable(kind(Masked()))
+    mask, infinite = torch.zeros(20, 4), X.clone()
+    mask[:, 2], infinite[3, 0] = -float("inf"), float("inf")
+    for _ in range(2):
+        message = r"gradient is not finite at .*body\.0\.weight.*, and inputs are not: drop points"
+        refuses(module, ((infinite, mask), Y), RuntimeError, message)
+        assert all(p.grad is None for p in module.parameters())
+    module(((X, mask), Y)).backward()  # an infinite input with a use
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    assert found
+    assert all(bool(g.isfinite().all()) for g in found)
 
 
 @pytest.mark.parametrize("beta", [-1.0, float("nan"), float("inf")])

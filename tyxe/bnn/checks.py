@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -40,6 +40,7 @@ UNLIKE = 20.0
 FAR = 100.0
 # Rows and columns of inputs that are looked at.
 LOOKED_AT_ROWS, LOOKED_AT_COLUMNS = 256, 10_000
+_DROP_POINTS = "drop points by torch.isfinite(x)"
 # Scales outside of these multiples of the prior's are not plausible for a posterior.
 COLLAPSED, EXPLODED = 1e-7, 10.0
 
@@ -88,11 +89,16 @@ def _warn_of_inputs(bnn: SupervisedBNN, inputs: Inputs) -> None:
         )
 
 
+def are_finite(inputs: Inputs) -> bool:
+    """Whether the sums of all tensors among the inputs of a batch are finite."""
+    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return all(bool(tensor.sum().isfinite()) for tensor in tensors)
+
+
 def check_is_finite(inputs: Inputs) -> None:
     """Raise a ValueError for the inputs of a batch if a tensor among them is not finite."""
-    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    if not all(bool(tensor.sum().isfinite()) for tensor in tensors):
-        raise ValueError("a batch has inputs that are not finite: drop points by torch.isfinite(x)")
+    if not are_finite(inputs):
+        raise ValueError(f"a batch has inputs that are not finite: {_DROP_POINTS}")
 
 
 def distance_from_standard(net: nn.Module, inputs: Inputs) -> float:
@@ -139,9 +145,15 @@ def warn_of_size(points: float, size: float) -> bool:
 
 
 def refuse_nonfinite(
-    bnn: SupervisedBNN, terms: ElboTerms, batches: Iterable[tuple[Inputs, Any]]
+    bnn: SupervisedBNN,
+    terms: ElboTerms,
+    batches: Sequence[tuple[Inputs, Any]],
+    gradients: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Raise for a loss or gradient that is not finite: targets that do not fit come first."""
+    """Raise for a loss or gradient that is not finite: targets that do not fit come first.
+
+    Gradients are by default those that parameters have.
+    """
     for inputs, targets in batches:
         check_one_batch(bnn, bnn._one_draw, inputs, targets)
     name = bnn.likelihood.data_name
@@ -154,10 +166,13 @@ def refuse_nonfinite(
     elif not bool(terms.kl.isfinite()):
         where = "the KL is not finite" + _bad_kl_sites(bnn)
     else:
-        gradients = {name: p.grad for name, p in bnn.named_parameters() if p.grad is not None}
+        if gradients is None:
+            gradients = {name: p.grad for name, p in bnn.named_parameters() if p.grad is not None}
         # Those of a captured step may have gone.
         names = _not_finite(gradients)
         where = "the gradient is not finite" + (f" at {names}" if names else "")
+        if not all(are_finite(inputs) for inputs, _ in batches):
+            where += f", and inputs are not: {_DROP_POINTS}"
     raise RuntimeError(
         f"training stopped: {where}. The parameters are those before this step; a smaller "
         "learning rate, clip_norm, or smaller initial scales usually help"

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tyxe.bnn.base import set_train_mode
 from tyxe.bnn.batches import batches_of, device_for
-from tyxe.bnn.checks import check_beta, check_one_batch, refuse_nonfinite
+from tyxe.bnn.checks import are_finite, check_beta, check_one_batch, refuse_nonfinite
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import reduced, rows_of, weights_of
@@ -63,7 +64,8 @@ class Trainable(Objective):
         TypeError: the BNN is not fitted in steps.
         ValueError: `beta` is negative or not finite; in a forward, targets that do not fit the
             likelihood, or more points than `dataset_size`.
-        RuntimeError: in a forward, a loss that is not finite. Norm statistics are not changed then.
+        RuntimeError: in a forward, a loss that is not finite, or a gradient of inputs that are not.
+            Norm statistics are not changed then.
 
     Example:
         >>> import torch, pyro.distributions as dist, tyxe
@@ -133,11 +135,23 @@ class Trainable(Objective):
             with statistics_kept(self._statistics), unvalidated(self._is_checked), self.handler():
                 loss = super().forward(inputs, targets, beta)
                 terms = self.take_terms()
-                if not bool(loss.detach().isfinite()):
-                    refuse_nonfinite(self.bnn, terms, [(inputs, targets)])
+                gradients = {} if are_finite(inputs) else self._gradients(loss)
+                if not all(bool(t.isfinite().all()) for t in (loss.detach(), *gradients.values())):
+                    refuse_nonfinite(self.bnn, terms, [(inputs, targets)], gradients)
             self._is_checked, self.bnn._stage = True, "trained in your own loop"
             self.terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach(), values={})
         return loss
+
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return a loss's gradients, where an infinite input of a saturating net hides from it.
+
+        Of other inputs, this takes too long; and some, such as masks of -inf, have a use.
+        """
+        found = {name: p for name, p in self.bnn.named_parameters() if p.requires_grad}
+        if not loss.requires_grad:
+            return {}
+        values = torch.autograd.grad(loss, [*found.values()], retain_graph=True, allow_unused=True)
+        return {n: v for n, v in zip(found, values, strict=True) if v is not None}
 
     def score_batch(self, batch: Any, reduction: str = "none") -> Scored:
         """Predict a batch of held-out data, and score it, for each point or as a `"sum"`."""
