@@ -86,7 +86,8 @@ class Joint(Likelihood):
 
     @property
     def bounded_outputs(self) -> str:
-        found = (self._part(name).bounded_outputs for name in self.parts)
+        found = (str(part.bounded_outputs) for part in self.parts.values())
+        return next(filter(None, found), "")
         return next(filter(None, found), "")
 
     # ------------------------------------------------------------------ vectors and parts
