@@ -86,8 +86,7 @@ class Joint(Likelihood):
 
     @property
     def bounded_outputs(self) -> str:
-        found = (str(part.bounded_outputs) for part in self.parts.values())
-        return next(filter(None, found), "")
+        found = (self._part(name).bounded_outputs for name in self.parts)
         return next(filter(None, found), "")
 
     # ------------------------------------------------------------------ vectors and parts
