@@ -1,6 +1,7 @@
 """Targets and sizes of every batch are checked, before the step that they would spoil."""
 
 import pyro.distributions as dist
+import pyro.infer.mcmc
 import pytest
 import torch
 from torch import nn
@@ -145,10 +146,20 @@ def test_inputs_of_a_later_batch_of_chains(num_chains, bad):
     _, _, fit = sampled(HomoskedasticGaussian(N, scale=1.0), 1, batches, num_chains)
     with pytest.raises(ValueError, match=r"inputs that are not finite.*torch\.isfinite"):
         fit()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("kernel", [tyxe.samplers.NUTS, pyro.infer.mcmc.NUTS])
+@pytest.mark.parametrize("saturates", [False, True])
+def test_inputs_of_chains_on_all_data(saturates, kernel, bad):
+    """The outputs of a net that saturates are finite, and their gradients are not."""
+    infinite = X.clone()
+    infinite[3, 1] = bad
+    layers = nn.Linear(2, 4), nn.Tanh() if saturates else nn.Identity(), nn.Linear(4, 1)
     likelihood = HomoskedasticGaussian(N, scale=1.0)
-    bnn = tyxe.MCMC_BNN(nn.Linear(2, 1), PRIOR, likelihood, tyxe.samplers.NUTS)
+    bnn = tyxe.MCMC_BNN(nn.Sequential(*layers), PRIOR, likelihood, kernel)
     with pytest.raises(ValueError, match="inputs that are not finite: drop points"):
-        bnn.fit(batches[1:], 2, warmup_steps=300)
+        bnn.fit([(infinite, Y)], 2, warmup_steps=300, progress=False)
     assert not len(bnn.samples)
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe import check
 from tyxe.bnn.checks import check_is_finite
-from tyxe.bnn.potential import BatchPotential, Potential, exclusive_unvalidated, weakly
+from tyxe.bnn.potential import BatchPotential, Potential, can_move, exclusive_unvalidated, weakly
 from tyxe.bnn.training import progress_bar
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
@@ -311,13 +311,13 @@ def _of_all_data(potential: Potential, starts: Tensor) -> Any:
     with exclusive_unvalidated():
         potential.look(starts)
         every = batched(weakly(potential.at), starts)
-        first, again = every(starts)[0], every(starts)[0]
-    if not bool(first.isfinite().all()):
+        (first, gradient), (again, _) = every(starts), every(starts)
+    if not bool((movable := can_move(first, gradient)).all()):
         check_is_finite(potential.inputs)
-        bad = (~first.isfinite()).nonzero().flatten().tolist()
+        bad = (~movable).nonzero().flatten().tolist()
         raise ValueError(
-            f"the log joint is not finite at the starts of chains {bad}, so that they could not "
-            'move: pass other starts, such as init="net"'
+            f"the log joint, or its gradient, is not finite at the starts of chains {bad}, so that "
+            'they could not move: pass other starts, such as init="net"'
         )
     if not torch.allclose(first, again, rtol=1e-3):
         raise ValueError(

@@ -26,7 +26,7 @@ from tyxe.bnn.chains import (
     check_continuous,
     make_run,
 )
-from tyxe.bnn.checks import check_one_batch
+from tyxe.bnn.checks import check_is_finite, check_one_batch
 from tyxe.bnn.potential import BatchPotential, Potential, points_of
 from tyxe.bnn.runtime import fitting, prior_fixed
 from tyxe.bnn.sample_posterior import SamplePosterior
@@ -346,7 +346,11 @@ class MCMC_BNN(SamplePosterior):
         kernel = self.kernel_builder(self.model)
         check.one_of("what kernel_builder made", kernel, MCMCKernel, expected)
         mcmc = MCMC(kernel, num_samples, **options)
-        mcmc.run(*data)
+        try:
+            mcmc.run(*data)
+        except ValueError:
+            check_is_finite(data[0])  # of which Pyro says that there is no start
+            raise
         self._take(mcmc.get_samples(group_by_chain=True))
         return mcmc
 

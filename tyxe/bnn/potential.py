@@ -248,7 +248,7 @@ class BatchPotential:
         if tree_structure(batches[0]) != self._place:  # the first with something missing, or none
             self._look(batches, position)
         gradient, value = self._every(position, *self._rows(batches))
-        if not bool((value + gradient.sum(-1)).isfinite().all()):
+        if not bool(can_move(value, gradient).all()):
             for batch in batches:
                 check_is_finite(batch[0])
                 check_one_batch(self._bnn, self._bnn.net_prior, *batch)
@@ -278,6 +278,11 @@ class BatchPotential:
         """Return what the batches of all chains are, leaf by leaf."""
         columns = zip(*map(tree_leaves, batches), strict=True)
         return map(torch.stack, columns) if self._stacks else columns
+
+
+def can_move(value: Tensor, gradient: Tensor) -> Tensor:
+    """Whether each chain can move from where it has a potential, and a gradient in a row."""
+    return (value + gradient.sum(-1)).isfinite()
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.bnn.potential import Potential, exclusive_unvalidated
+from tyxe.bnn.potential import Potential, can_move, exclusive_unvalidated
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.standin import detached_copies
 from tyxe.bnn.training import progress_bar
 from tyxe.check import described
 from tyxe.rng import fresh_seed
+from tyxe.samplers.potential import in_turn
 from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import unvalidated
 from tyxe.util import reset_parameters_, tree_map_tensors
@@ -92,9 +93,10 @@ def _from_prior(potential: Potential) -> dict[str, Tensor]:
     latents = bnn.likelihood.latent_priors().items()
     for _ in range(100):
         found = bnn.net_prior() | {f"{bnn.likelihood.prefix}.{n}": p.sample() for n, p in latents}
-        with exclusive_unvalidated(), torch.no_grad():
-            if bool(potential.at(potential.flatten(found)).isfinite()):
-                break
+        with exclusive_unvalidated():
+            gradient, value = in_turn(potential.at)(potential.flatten(found)[None])
+        if bool(can_move(value, gradient)):
+            break
     return found
 
 
