@@ -12,6 +12,7 @@ import tyxe
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 X, Y = torch.randn(8, 2), torch.randn(8, 1)
 BATCHES = [(X[:4], Y[:4]), (X[4:], Y[4:])]
+FIXED = tyxe.samplers.HMC(adapt_step_size=False, adapt_mass_matrix=False)
 PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 
 
@@ -54,7 +55,7 @@ def test_predictions_without_memory_say_batch_size():
     bnn = variational(Hungry(2, 1))
     bnn.predict(X)
     bnn.net.left = 0
-    with pytest.raises(torch.OutOfMemoryError, match="smaller batch_size"):
+    with pytest.raises(torch.OutOfMemoryError, match="smaller batch_size, or vectorize=False"):
         bnn.predict(X)
 
 
@@ -66,6 +67,21 @@ def test_a_curvature_without_memory_says_smaller_batches():
     with pytest.raises(torch.OutOfMemoryError, match="smaller batches"):
         bnn.fit_curvature(BATCHES)
     assert bnn.state is state
+    with pytest.raises(torch.OutOfMemoryError, match="pass fewer points"):
+        bnn.functional_variance(X)
+
+
+def test_chains_and_members_without_memory_say_what_helps():
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(8, scale=0.5)
+    chains = tyxe.MCMC_BNN(Hungry(2, 1), PRIOR, likelihood, FIXED)
+    chains.net.left = 0
+    with pytest.raises(torch.OutOfMemoryError, match="chains: take fewer"):
+        chains.fit(BATCHES, 1, warmup_steps=0)
+    ensemble = tyxe.EnsembleBNN(lambda _: variational(Hungry(2, 1)), 2)
+    for member in ensemble.members:
+        member.net.left = 0
+    with pytest.raises(torch.OutOfMemoryError, match=r"at once.*leave vectorize out"):
+        ensemble.fit(BATCHES, ADAM, 1, vectorize=True)
 
 
 @pytest.mark.parametrize("make", [variational, laplace])

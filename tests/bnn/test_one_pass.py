@@ -1,5 +1,6 @@
 """Draws run in one pass where that is faster, unless it would show or give other numbers."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -238,6 +239,22 @@ def test_a_pass_without_memory_is_made_in_parts(monkeypatch) -> None:
     for _ in range(3):
         torch.testing.assert_close(seeded(run), expected)
     assert sizes == [None, 3, 1]
+
+
+def test_a_pass_without_memory_holds_none_while_draws_run_in_turn() -> None:
+    made, runs = [], one_pass.OnePass()
+    runs(lambda: PLAIN, lambda: PLAIN)
+
+    def together() -> Tensor:
+        half = torch.ones(2)
+        made.append(weakref.ref(half))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def in_turn() -> Tensor:
+        assert made[0]() is None
+        return PLAIN
+
+    assert runs(together, in_turn) is PLAIN
 
 
 def test_large_draws_and_batches_go_through_in_parts(monkeypatch, on_gpu) -> None:

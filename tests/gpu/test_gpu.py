@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import tyxe
-from tests.soak.flows import FLOWS, Device, Flow, batches_of_the_host
+from tests.soak.flows import (
+    FLOWS,
+    Device,
+    Flow,
+    batches_of_the_host,
+    calibrate_by_targets_of_the_host,
+)
 from tyxe import program
 from tyxe.bnn import captured
 from tyxe.poutine import flipout, local_reparameterization
@@ -63,6 +69,10 @@ def test_flows(flow: Flow) -> None:
 @pytest.mark.parametrize("wrapper", ["VariationalBNN", "LaplaceBNN", "MCMC_BNN", "EnsembleBNN"])
 def test_batches_of_the_host(wrapper: str) -> None:
     batches_of_the_host(wrapper, Device(DEVICE))
+
+
+def test_calibrators_take_targets_of_the_host() -> None:
+    calibrate_by_targets_of_the_host(Device(DEVICE))
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])

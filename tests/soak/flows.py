@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import tyxe
 from tests.oracles.architectures import N
 from tests.soak import parts
-from tyxe import poutine, priors
+from tyxe import calibration, poutine, priors
 from tyxe.guides import AutoInducing
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
@@ -265,6 +265,28 @@ def batches_of_the_host(wrapper: str, place: Place) -> None:
         assert_there(bnn.predict(x, predictive="glm"), place)
         bnn.fit_gp(batches)
         assert_there(bnn.predict(x, predictive="gp"), place)
+
+
+def calibrate_by_targets_of_the_host(place: Place) -> None:
+    """Fit calibrators to predictions that are there, and to targets that are not."""
+    x, noise = torch.randn(40, 3), torch.randn(40, 3)
+    logits, y = (3 * x).to(place.device), (x + 0.5 * noise).argmax(-1)
+    assert_there(calibration.TemperatureScaling().fit(logits, y).predict(logits), place)
+    sets, probs = calibration.SplitConformal(level=0.5), logits.softmax(-1)
+    assert_there(sets.fit(probs, y).predict(probs), place)
+    numbers = x.to(place.device), torch.ones(40, 3).to(place.device)
+    for made in (calibration.ScaleFactor(), calibration.SplitConformal(level=0.5)):
+        assert_there(made.fit(numbers, x + noise).predict(numbers), place)
+
+    def train(x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        net = nn.Linear(3, 3).to(place.device)
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5)
+        bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal)
+        bnn.fit([(x, y)], ADAM, 1)
+        return functools.partial(bnn.predict, num_predictions=2)
+
+    found = calibration.CVPlus(train, level=0.5, folds=2).fit(x, noise)
+    assert_there(found.predict(x), place)
 
 
 WRAPPERS: dict[str, Callable[[Flow, Place], collections.Counter[str]]] = {

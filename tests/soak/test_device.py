@@ -10,7 +10,15 @@ import torch
 import tyxe
 from tests.oracles.architectures import N
 from tests.soak import parts
-from tests.soak.flows import FLOWS, NORMAL, Flow, batches_of_the_host, make_batches, make_net
+from tests.soak.flows import (
+    FLOWS,
+    NORMAL,
+    Flow,
+    batches_of_the_host,
+    calibrate_by_targets_of_the_host,
+    make_batches,
+    make_net,
+)
 from tests.soak.pretend import DEVICE, DeviceMismatch, pretend
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 
@@ -146,3 +154,8 @@ def test_samples_go_to_a_file_of_the_host(tmp_path: Path) -> None:
 def test_batches_of_the_host_go_to_the_device(wrapper: str) -> None:
     with pretend() as host:
         batches_of_the_host(wrapper, host)
+
+
+def test_calibrators_take_targets_of_the_host() -> None:
+    with pretend() as host:
+        calibrate_by_targets_of_the_host(host)

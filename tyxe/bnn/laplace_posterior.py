@@ -265,7 +265,8 @@ class LaplacePosterior(SupervisedBNN):
                 "arguments of the net in a tuple"
             )
         covariance = joint_covariance if joint else functional_covariance
-        with self._predicting(enable_grad):
+        remedy = check.memory_remedy("the covariance", "pass fewer points at a time")
+        with self._predicting(enable_grad), remedy:
             linear = self._linearized_as_fitted(on_device(given, device_for(self)))
             return linear.result(covariance(linear, self.state.precision()))
 

@@ -200,7 +200,8 @@ class MCMC_BNN(SamplePosterior):
         is_masked = masked_targets(self.likelihood.data_name, targets) is not targets
         if is_masked and not by_batch:
             data = data[0], self.likelihood.observed(targets)
-        with fitting(self, train=by_batch), prior_fixed(self):
+        remedy = check.memory_remedy("the chains", "take fewer, or a kernel of mini-batches")
+        with fitting(self, train=by_batch), prior_fixed(self), remedy:
             check_one_batch(self, self.net_prior, *data)
             points = None if by_batch else points_of(self, data[1])
             self._warn_of_setting(points, is_masked)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting, prior_fixed
@@ -70,7 +71,8 @@ def fit_together(
 ) -> list[Any]:
     """Fit the members that are left all at once."""
     members, seeds = [ensemble._bnns[i] for i in ensemble._left], [*ensemble._left.values()]
-    with ExitStack() as stack:
+    remedy = "take smaller batches, or leave vectorize out"
+    with ExitStack() as stack, check.memory_remedy("all members at once", remedy):
         for member in members:
             if getattr(type(member), "fit", None) is not VariationalBNN.fit:
                 raise TypeError(

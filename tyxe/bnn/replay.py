@@ -74,7 +74,7 @@ class DrawsOfEach:
                 _DRAWS.reset(token)
 
 
-_SMALLER = "pass a smaller batch_size, and leave vectorize out"
+_SMALLER = "pass a smaller batch_size, or vectorize=False"
 
 
 def map_batches(

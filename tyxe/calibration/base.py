@@ -321,7 +321,7 @@ def check_numbers(values: Any, y: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (first, second), found = check_pair(values), _targets(y)
     missing = found.values.isnan()
     found = found.masked(~missing) if missing.any() else found
-    _, targets = check_regression(first, found.filled().values)
+    _, targets = check_regression(first, found.filled().values.to(first.device))
     counts = found.counts_within()
     each = torch.ones_like(first) if counts is None else counts.to(first)
     return first, second, targets.double(), each

@@ -73,13 +73,13 @@ class CVPlus:
             )
         check.shape("x", x, (n, *x.shape[1:]), ", a row for each target")
         folds = self.folds or n
-        fold_of = (torch.randperm(n, device="cpu") % folds).to(y.device)
+        fold_of = torch.randperm(n, device="cpu") % folds
         models, errors = [], torch.empty(y.shape, dtype=torch.float64, device=y.device)
         for fold in range(folds):
             held = fold_of == fold
             model = self.train(x[~held], y[~held])
             mean, scale, targets, _ = check_numbers(_pair(model(x[held])), y[held])
-            errors[held] = (targets - mean).abs() / check_scale(scale, mean)
+            errors[held] = ((targets - mean).abs() / check_scale(scale, mean)).to(y.device)
             models.append(model)
         self._models, self._fold_of, self._errors = models, fold_of, errors
         return self
@@ -91,7 +91,7 @@ class CVPlus:
             raise RuntimeError("this CVPlus is not fitted: call fit(x, y)")
         pairs = [check_pair(_pair(model(x))) for model in self._models]
         mean, scale = (torch.stack(part)[self._fold_of] for part in zip(*pairs, strict=True))
-        far = self._errors.unsqueeze(1) * scale
+        far = self._errors.to(scale.device).unsqueeze(1) * scale
         n = len(far)
         rank = math.ceil((n + 1) * self.level - 1e-9)  # a product such as 10 * 0.7 is rounded
         upper = (mean + far).kthvalue(rank, 0).values

@@ -55,15 +55,16 @@ class OnePass:
 
         `together` makes one pass. `in_turn` makes them one by one, and may set `is_right` to False.
         """
-        if self.knows(kind):
+        is_known = self.knows(kind)
+        if is_known:
             try:
                 return together()
             except torch.OutOfMemoryError:
-                return in_turn()
+                pass  # here its traceback would keep the memory that `in_turn` needs
             except Exception:  # such as of a branch that numbers of other batches did not take
                 self.is_right = False
         outputs = in_turn()
-        if not self.is_right or torch.compiler.is_compiling():
+        if is_known or not self.is_right or torch.compiler.is_compiling():
             return outputs
         try:
             found = together()
