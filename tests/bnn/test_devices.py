@@ -94,7 +94,13 @@ def test_a_device_that_is_not_there(make):
     assert all(map(torch.equal, values(bnn), before))
 
 
-def test_a_bnn_that_is_moved_during_a_fit():
+class Moved(tyxe.Callback):
+    def on_batch(self, bnn, *_):
+        bnn.to("meta")
+
+
+@pytest.mark.parametrize("callback", [Moved(), lambda bnn, epoch, loss: bnn.to("meta") and None])
+def test_a_bnn_that_is_moved_during_a_fit(callback):
     bnn = variational(nn.Linear(2, 1))
     with pytest.raises(RuntimeError, match="was on cpu when the fit began, and is on meta"):
-        bnn.fit(BATCHES, ADAM, 2, lambda bnn, epoch, loss: bnn.to("meta") and None)
+        bnn.fit(BATCHES, ADAM, 2, callback)

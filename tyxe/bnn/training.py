@@ -195,12 +195,7 @@ class Trainer:
         callback: Any = None,
     ) -> None:
         """Make a step for each batch, and append the epoch's averages to the history."""
-        now = next(p.device for p in self.bnn.parameters() if p.requires_grad)
-        if now != self._device:
-            raise RuntimeError(
-                f"the BNN was on {self._device} when the fit began, and is on {now}: call "
-                "bnn.to(device) before the fit"
-            )
+        self._check_place()
         beta = self.options.beta_at(epoch)
         size, groups = self.bnn.likelihood.dataset_size, self.optimizer.param_groups
         rates = [{n: v for n, v in group.items() if n != "params"} for group in groups]
@@ -227,6 +222,15 @@ class Trainer:
         history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
         self._schedule("epoch", loss)
         self._show(epoch, log_likelihood, divergence, beta)
+
+    def _check_place(self) -> None:
+        """Raise a RuntimeError if the BNN was moved since the fit began."""
+        now = next(p.device for p in self.bnn.parameters() if p.requires_grad)
+        if now != self._device:
+            raise RuntimeError(
+                f"the BNN was on {self._device} when the fit began, and is on {now}: call "
+                "bnn.to(device) before the fit"
+            )
 
     def _run_steps(
         self, batches: Iterator[Any], epoch: int, beta: float, callback: Any
@@ -386,6 +390,7 @@ class Trainer:
         except BaseException:
             if before is not None and not self._is_finite():
                 self._restore(before)
+            self._check_place()  # which says more than an error of two devices
             raise
 
     def _check_epoch(self, epoch: int, sums: list[float], before: Snapshot) -> None:
