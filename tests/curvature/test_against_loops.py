@@ -9,9 +9,17 @@ import torch.nn.functional as F
 
 import tyxe
 from tests.oracles.architectures import Recurrent, TiedLanguageModel
-from tests.oracles.curvature import curvature_of, dense_jacobian, linearizing
+from tests.oracles.curvature import (
+    curvature_of,
+    dense_jacobian,
+    dense_products,
+    linearizing,
+    low_rank_precision,
+)
 from tests.oracles.nets import NetOf
+from tyxe.curvature import CurvatureProducts
 from tyxe.distributions.param_blocks import LinearBlock, SiteBlock
+from tyxe.linalg import BlockDiagonal
 
 
 def attends():
@@ -104,7 +112,7 @@ def made(case, points=None):
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_jacobian_full_matrix_and_diagonal_are_those_of_the_loop(name):
+def test_jacobian_full_matrix_products_and_diagonal_are_those_of_the_loop(name):
     bnn, values, x, linearize = made(name)
     linear = linearize(x)
     rows = dense_jacobian(bnn, values, x, linear.blocks)
@@ -115,6 +123,11 @@ def test_jacobian_full_matrix_and_diagonal_are_those_of_the_loop(name):
     expected = rows.mT @ rows / 0.25
     full = curvature_of(bnn, linearize, x, "full").operator
     torch.testing.assert_close(full.to_dense(), expected, rtol=1e-9, atol=1e-10)
+    targets = torch.zeros_like(linear.outputs)
+    for batches in ([(x, targets)], [(x[:1], targets[:1]), (x[1:], targets[1:])]):
+        given = bnn._run_frozen, values, bnn.likelihood, lambda batches=batches: batches
+        products = CurvatureProducts(*given, blocks=linear.blocks)
+        torch.testing.assert_close(dense_products(products), expected, rtol=1e-9, atol=1e-10)
     diagonal = curvature_of(bnn, linearize, x, "diag").operator
     torch.testing.assert_close(diagonal.diagonal(), expected.diagonal(), rtol=1e-9, atol=1e-10)
 
@@ -229,12 +242,20 @@ def test_batches_add_up_and_scale_to_the_data_set(structure):
     torch.testing.assert_close(whole.operator.to_dense(), 2 * half, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+# Of low rank with a diagonal of sites, or of single weights.
+LOW_RANK = {"of sites": 2, "of weights": 30}
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full", *LOW_RANK])
 @pytest.mark.parametrize("name", NETS)
 def test_functional_covariance_is_the_dense_product(name, structure):
     bnn, _, x, linearize = made(name)
     linear = linearize(x)
-    precision = curvature_of(bnn, linearize, x, structure).operator.add_diagonal(0.7)
+    if structure in LOW_RANK:
+        one = low_rank_precision(linear.blocks, LOW_RANK[structure], structure)
+        precision = BlockDiagonal({"all": one})
+    else:
+        precision = curvature_of(bnn, linearize, x, structure).operator.add_diagonal(0.7)
     rows = tyxe.curvature.jacobian(linear)
     outputs = linear.outputs
     classes = outputs.shape[-1]

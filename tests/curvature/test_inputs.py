@@ -2,16 +2,15 @@
 
 import copy
 
-import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn as nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tests.oracles.curvature import jacobian_of, laplace
 from tests.oracles.nets import NetOf
 from tyxe.curvature import jacobian
-from tyxe.guides import AutoNormal
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -51,20 +50,14 @@ def test_arguments_without_rows_are_the_same_for_all_points(arguments, structure
     x, y = torch.randn(5, 3), torch.zeros(5).long()
     bnn.fit_curvature([(given(x[:3]), y[:3]), (given(x[3:]), y[3:])], progress=False)
 
-    class Fixed(nn.Module):
+    def inside(held, x):
         """The same net with its arguments inside."""
+        arguments = given(x)
+        if isinstance(arguments, dict):
+            return held.inner(**arguments)
+        return held.inner(*arguments)
 
-        def __init__(self):
-            super().__init__()
-            self.inner = copy.deepcopy(net)
-
-        def forward(self, x):
-            arguments = given(x)
-            if isinstance(arguments, dict):
-                return self.inner(**arguments)
-            return self.inner(*arguments)
-
-    fixed = laplace(Fixed(), structure)
+    fixed = laplace(NetOf(inside, inner=copy.deepcopy(net)), structure)
     fixed.fit_curvature([(x, y)], progress=False)
     found, expected = (b.state.curvature.operator.to_dense() for b in (bnn, fixed))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -88,19 +81,14 @@ def test_batches_with_different_constants_do_not_make_one():
 
 
 def test_arguments_that_cannot_be_taken_apart_are_refused():
-    net = NetOf(
-        lambda net, points: net.head(net.norm(points.x)),
-        norm=nn.LayerNorm(3),
-        head=nn.Linear(3, 2),
-    )
+    parts = {"norm": nn.LayerNorm(3), "head": nn.Linear(3, 2)}
+    bnn = laplace(NetOf(lambda net, points: net.head(net.norm(points.x)), **parts))
 
     class Points:
-        def __init__(self, x):
-            self.x = x
+        x = torch.randn(5, 3)
 
-    bnn = laplace(net)
     with pytest.raises(TypeError, match="a Points has no rows to take apart: pass the net tensors"):
-        bnn.fit_curvature([(Points(torch.randn(5, 3)), torch.zeros(5).long())])
+        bnn.fit_curvature([(Points(), torch.zeros(5).long())])
 
 
 SITES = ["logit_scale", "encoder.weight", "encoder.bias", "head.weight", "head.bias"]
@@ -161,23 +149,19 @@ def test_no_point(structure, predictive):
     by = bnn.refine([(X, Y)]).outputs if predictive == "refined" else predictive
     assert bnn.predict(X[:0], predictive=by).shape == (0, 3)
     assert [float(s) for s in bnn.evaluate(X[:0], Y[:0], predictive=by)] == [0.0, 0.0]
-
-
-def test_no_point_covaries():
-    bnn = fitted("kron")
     assert bnn.functional_variance(X[:0]).shape == (0, 3, 3)
     assert bnn.functional_variance(X[:0], joint=True).shape == (0, 3, 0, 3)
 
 
-@pytest.mark.parametrize("likelihood", ["HomoskedasticGaussian", "HeteroskedasticGaussian"])
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        tyxe.likelihoods.HomoskedasticGaussian(5, scale=0.5),
+        tyxe.likelihoods.HeteroskedasticGaussian(5),
+    ],
+)
 def test_no_point_of_a_normal_guide(likelihood):
-    options = {"scale": 0.5} if likelihood.startswith("Homo") else {}
-    bnn = tyxe.VariationalBNN(
-        nn.Linear(2, 2),
-        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        getattr(tyxe.likelihoods, likelihood)(5, **options),
-        AutoNormal,
-    )
+    bnn = mean_field(nn.Linear(2, 2), likelihood)
     for predictive in ("bnn", "glm"):  # warnings are errors
         found = bnn.predict(X[:0], num_predictions=3, predictive=predictive)
         parts = found if isinstance(found, tuple) else (found,)

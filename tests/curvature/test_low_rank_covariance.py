@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-from tests.curvature.test_against_loops import NETS, made
-from tests.oracles.curvature import dense_jacobian
+from tests.curvature.test_against_loops import made
+from tests.oracles.curvature import dense_jacobian, low_rank_precision
 from tyxe.curvature import Linearization, functional_covariance, output_covariance
 from tyxe.curvature.linearize import Linearized
 from tyxe.linalg import BlockDiagonal, LowRank
@@ -15,32 +15,9 @@ from tyxe.linalg import BlockDiagonal, LowRank
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
-def precision_of(blocks, rank, kind, scale=1.0):
-    """A random one, whose diagonal is of sites or of single weights."""
-    torch.manual_seed(1)
-    entries = torch.rand(blocks.size).double() + 0.5
-    if kind == "of sites":
-        entries = blocks.flatten({site: torch.rand(()).double() + 0.5 for site in blocks.sites})
-    return LowRank(entries, scale * torch.randn(rank, blocks.size).double().mT)
-
-
-def expected(rows, precision, shape):
-    """`J_n Lambda^-1 J_n^T` of the outputs at each position, from a Jacobian `(n, outputs, P)`."""
-    rows = rows.unflatten(1, (-1, shape[-1] if len(shape) > 1 else 1))
-    found = rows @ torch.linalg.inv(precision.to_dense()) @ rows.mT
-    return found.reshape(*shape[:-1], *found.shape[-2:]) if len(shape) > 1 else found[:, 0]
-
-
-@pytest.mark.parametrize("rank", [0, 2, 30])
-@pytest.mark.parametrize("kind", ["of sites", "of weights"])
-@pytest.mark.parametrize("name", NETS)
-def test_of_any_net_it_is_that_of_the_dense_jacobian(name, kind, rank):
-    bnn, values, x, linearize = made(name)
-    linear = linearize(x)
-    precision = precision_of(linear.blocks, rank, kind)
-    found = functional_covariance(linear, BlockDiagonal({"all": precision}))
-    rows = dense_jacobian(bnn, values, x, linear.blocks)
-    close(found.detach(), expected(rows, precision, linear.outputs.shape))
+def expected(rows, precision, outputs):
+    """`J_n Lambda^-1 J_n^T` of each point, from a Jacobian `(n, outputs, P)`."""
+    return (rows @ torch.linalg.inv(precision.to_dense()) @ rows.mT).reshape(*outputs.shape, -1)
 
 
 def image_net():
@@ -54,7 +31,7 @@ def image_net():
 @pytest.mark.parametrize("in_rows", [True, False])
 def test_blocks_are_taken_by_whichever_way_is_shorter_in_pieces(monkeypatch, budget, in_rows):
     monkeypatch.setattr(output_covariance, "CACHED_ROWS", budget)
-    monkeypatch.setattr(output_covariance, "budget", lambda device: budget)
+    monkeypatch.setattr(output_covariance, "BUDGET", budget)
     ways, plain = [], output_covariance._is_shorter_by_positions
 
     def looked(*given):
@@ -64,13 +41,19 @@ def test_blocks_are_taken_by_whichever_way_is_shorter_in_pieces(monkeypatch, bud
     monkeypatch.setattr(output_covariance, "_is_shorter_by_positions", looked)
     bnn, values, x, linearize = made((image_net, (5, 2, 6, 6)))
     linear = linearize(x)
-    precision = precision_of(linear.blocks, 7, "of sites")
+    precision = low_rank_precision(linear.blocks, 7, "of sites")
     if not in_rows:
         precision = LowRank(precision.entries, precision.factor.contiguous())
     found = functional_covariance(linear, BlockDiagonal({"all": precision}))
     rows = dense_jacobian(bnn, values, x, linear.blocks)
-    close(found.detach(), expected(rows, precision, linear.outputs.shape))
+    close(found.detach(), expected(rows, precision, linear.outputs))
     assert ways == [False, True, True]  # 36 positions, 4 and 1
+
+
+def in_single_precision(bnn, values, x):
+    values = {name: value.float() for name, value in values.items()}
+    shapes = {name: value.shape for name, value in values.items()}
+    return Linearization(bnn.float()._run_frozen, values, x.float(), shapes)
 
 
 @pytest.mark.parametrize("kind", ["of sites", "of weights"])
@@ -79,13 +62,11 @@ def test_points_whose_gradients_are_explained_keep_their_digits(kind):
     bnn, values, x, linearize = made((image_net, (5, 2, 6, 6)))
     linear = linearize(x)
     rows = dense_jacobian(bnn, values, x, linear.blocks)
-    entries = precision_of(linear.blocks, 1, kind).entries
+    entries = low_rank_precision(linear.blocks, 1, kind).entries
     precision = LowRank(entries, 1e3 * rows[1:3].flatten(0, 1).mT)
-    exact = expected(rows, precision, linear.outputs.shape)
+    exact = expected(rows, precision, linear.outputs)
     assert float(exact[1].norm()) < 1e-5 * float(exact[0].norm())
-    values = {name: value.float() for name, value in values.items()}
-    shapes = {name: value.shape for name, value in values.items()}
-    narrow = Linearization(bnn.float()._run_frozen, values, x.float(), shapes)
+    narrow = in_single_precision(bnn, values, x)
     found = functional_covariance(narrow, BlockDiagonal({"all": precision.to(torch.float32)}))
     error = (found.detach() - exact).flatten(1).norm(dim=1)
     assert bool((error < 1e-3 * exact.flatten(1).norm(dim=1)).all())
@@ -103,7 +84,7 @@ def test_another_batch_of_a_kind_takes_one_backward_for_each_output(monkeypatch)
     shapes = {name: value.shape for name, value in values.items()}
     for _ in range(2):
         linear = Linearization(bnn._run_frozen, values, x, shapes, known)
-        precision = BlockDiagonal({"all": precision_of(linear.blocks, 2, "of sites")})
+        precision = BlockDiagonal({"all": low_rank_precision(linear.blocks, 2, "of sites")})
         calls.clear()
         functional_covariance(linear, precision)
     assert len(calls) == 3
@@ -121,9 +102,7 @@ def test_biases_without_curvature_do_not_enter_by_rounding():
     entries = torch.ones(rows.shape[-1]).double()
     entries[:12].view(4, 3)[:, -1] = 1e-10  # a convolution's biases
     precision = LowRank(entries, 0.1 * torch.ones(len(entries), 1).double())
-    values = {name: value.float() for name, value in values.items()}
-    shapes = {name: value.shape for name, value in values.items()}
-    linear = Linearization(bnn.float()._run_frozen, values, x.float(), shapes)
+    linear = in_single_precision(bnn, values, x)
     found = functional_covariance(linear, BlockDiagonal({"all": precision.to(torch.float32)}))
-    exact = expected(rows, precision, linear.outputs.shape)
+    exact = expected(rows, precision, linear.outputs)
     assert float((found - exact).norm()) < 1e-3 * float(exact.norm())

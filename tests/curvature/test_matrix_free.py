@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 
 import tyxe
-from tests.curvature.test_against_loops import NETS, attends
-from tests.oracles.curvature import curvature_of, linearizing
+from tests.curvature.test_against_loops import attends
+from tests.oracles.curvature import curvature_of, dense_products, linearizing
 from tests.oracles.nets import NetOf
 from tyxe.curvature import CurvatureProducts
 from tyxe.curvature.products import low_rank_curvature
@@ -29,31 +29,12 @@ def products_of(net, batches, likelihood, curvature="ggn", **options):
     return CurvatureProducts(forward, values, likelihood, lambda: batches, curvature, **options)
 
 
-def dense(products):
-    like = next(iter(products.values.values()))
-    return products @ torch.eye(products.blocks.size).to(like)
-
-
 def mlp(inputs=3, outputs=3):
     torch.manual_seed(0)
     last = [] if outputs else [nn.Flatten(0)]  # one number for each point, `(n,)`
     return nn.Sequential(
         nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, outputs or 1), *last
     ).double()
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_of_any_net_they_are_those_of_the_matrix(name):
-    torch.manual_seed(0)
-    make, shape = NETS[name]
-    x = shape if isinstance(shape, torch.Tensor) else torch.randn(shape).double()
-    bnn, values, x, linearize = linearizing(make().eval(), x)
-    full = curvature_of(bnn, linearize, x, "full")
-    targets = torch.zeros_like(linearize(x).outputs)
-    blocks = full.blocks
-    for batches in ([(x, targets)], [(x[:1], targets[:1]), (x[1:], targets[1:])]):
-        given = bnn._run_frozen, values, bnn.likelihood, lambda batches=batches: batches
-        close(dense(CurvatureProducts(*given, blocks=blocks)), full.operator.to_dense())
 
 
 LIKELIHOODS = {
@@ -86,29 +67,29 @@ def test_of_any_likelihood_they_count_weights_and_masks(name, curvature):
     products = CurvatureProducts(
         bnn._run_frozen, values, likelihood, lambda: [(x, given)], curvature, blocks=full.blocks
     )
-    close(dense(products), full.operator.to_dense())
+    close(dense_products(products), full.operator.to_dense())
     assert products._numbers.tolist()[0] == pytest.approx(full.points)
 
 
 def test_the_hessian_is_that_of_autograd_and_has_weights():
     net, x = mlp(), torch.randn(5, 3).double()
     y, weights = torch.tensor([0, 1, 2, 1, 0]), torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5])
-    values = dict(net.named_parameters())
-    shapes = [v.shape for v in values.values()]
+    names, values = zip(*net.named_parameters(), strict=True)
 
-    def loss(flat):
-        parts = flat.split([s.numel() for s in shapes])
-        at = {
-            n: p.view(s) for (n, p), s in zip(zip(values, parts, strict=True), shapes, strict=True)
-        }
-        logits = torch.func.functional_call(net, at, (x,))
+    def loss(*values):
+        logits = torch.func.functional_call(net, dict(zip(names, values, strict=True)), (x,))
         return (weights * nn.functional.cross_entropy(logits, y, reduction="none")).sum()
 
-    flat = torch.cat([v.detach().flatten() for v in values.values()])
-    expected = torch.autograd.functional.hessian(loss, flat) * 9 / 4.5
+    rows = torch.autograd.functional.hessian(loss, values)
+    sizes = [value.numel() for value in values]
+    blocks = [
+        torch.cat([block.reshape(size, -1) for block in row], 1)
+        for row, size in zip(rows, sizes, strict=True)
+    ]
+    expected = torch.cat(blocks) * 9 / 4.5
     likelihood = tyxe.likelihoods.Categorical(9)
     products = products_of(net, [(x, Targets(y, weights))], likelihood, "hessian")
-    close(dense(products), expected)
+    close(dense_products(products), expected)
     with pytest.raises(ValueError, match=r"eigenvalue of -.*curvature='ggn'"):
         low_rank_curvature(products, 5)
 
@@ -118,14 +99,14 @@ def test_sampled_labels_are_the_same_in_all_products_and_the_fisher_on_average()
     x, y = torch.randn(4, 3).double(), torch.zeros(4).long()
     likelihood, traces = tyxe.likelihoods.Categorical(4), []
     net = mlp()
-    exact = dense(products_of(net, [(x, y)], likelihood))
-    for _ in range(100):
+    exact = dense_products(products_of(net, [(x, y)], likelihood))
+    for _ in range(36):
         sampled = products_of(net, [(x[:2], y[:2]), (x[2:], y[2:])], likelihood, "fisher")
-        matrix = dense(sampled)
+        matrix = dense_products(sampled)
         close(sampled @ torch.eye(31).double()[3], matrix[3])
         traces.append(matrix.trace())
     found = torch.stack(traces)
-    assert abs(float(found.mean() - exact.trace())) < 3 * float(found.std()) / 10
+    assert abs(float(found.mean() - exact.trace())) < 3 * float(found.std()) / 6
     assert torch.linalg.matrix_rank(matrix) <= 4
 
 
@@ -136,7 +117,9 @@ def test_float32_is_close_to_float64_also_where_classes_are_certain():
         net = mlp().to(dtype)
         with torch.no_grad():
             net[2].weight.mul_(8)
-        found.append(dense(products_of(net, [(x.to(dtype), y)], tyxe.likelihoods.Categorical(6))))
+        found.append(
+            dense_products(products_of(net, [(x.to(dtype), y)], tyxe.likelihoods.Categorical(6)))
+        )
     torch.testing.assert_close(found[0].double(), found[1], rtol=1e-4, atol=1e-6)
 
 
@@ -162,7 +145,7 @@ def test_without_a_forward_mode_they_are_the_same_and_it_is_said_once(make):
     if make is distances:
         with pytest.warns(tyxe.TyxeWarning, match=r"no forward mode.*cdist"):
             products @ torch.zeros(2, full.blocks.size).double()
-    close(dense(products), full.operator.to_dense())  # warnings are errors
+    close(dense_products(products), full.operator.to_dense())  # warnings are errors
 
 
 def test_the_first_product_of_a_process_does_not_warn_of_what_pytorch_deprecates():
@@ -198,7 +181,7 @@ def test_bad_input_is_refused():
         products_of(mlp().half(), [(x.half(), y)], likelihood)
     for batches in ([], [(x, Targets(y, torch.zeros(4)))]):
         with pytest.raises(ValueError, match=r"no point of the loader counts"):
-            dense(products_of(mlp(), batches, likelihood))
+            dense_products(products_of(mlp(), batches, likelihood))
     with pytest.raises(ValueError, match=r"curvature is 'gauss'; expected .*'hessian'"):
         products_of(mlp(), [(x, y)], likelihood, "gauss")
     products = products_of(mlp(), [(x, y)], likelihood)
@@ -232,7 +215,7 @@ def with_spectrum(values):
 
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("count", [6, 30, 200])
+@pytest.mark.parametrize("count", [6, 200])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_the_largest_eigenpairs_are_those_of_eigh(name, count, dtype, block):
     matrix, taken = with_spectrum(SPECTRA[name]).to(dtype), []

@@ -8,22 +8,23 @@ from tests.oracles.curvature import HIDDEN, jacobian_of, laplace, through
 from tests.oracles.nets import NetOf
 
 
+def precision_by(bnn, batches):
+    bnn.fit_curvature(batches, progress=False)
+    return bnn.net_guide.precision.to_dense()
+
+
 @pytest.mark.filterwarnings("ignore:the net's outputs do not depend on site net.inner")
 @pytest.mark.parametrize("kind", HIDDEN)
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_points_are_found_where_a_map_holds_them(kind, structure):
     """As by one point after the other, for which there is no order."""
     torch.manual_seed(0)
-    net = through(kind)
     x, y = torch.randn(5, 4, 3).double(), torch.arange(5) % 2
-    bnn = laplace(net, structure)
-    bnn.fit_curvature([(x[n : n + 1], y[n : n + 1]) for n in range(5)], progress=False)
-    expected = bnn.net_guide.precision.to_dense()
+    bnn = laplace(through(kind), structure)
+    expected = precision_by(bnn, [(x[n : n + 1], y[n : n + 1]) for n in range(5)])
     # A first batch of one point tells nothing of where a second has them.
     for split in (2, 1, 4):
-        batches = [(x[:split], y[:split]), (x[split:], y[split:])]
-        bnn.fit_curvature(batches, progress=False)
-        found = bnn.net_guide.precision.to_dense()
+        found = precision_by(bnn, [(x[:split], y[:split]), (x[split:], y[split:])])
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     variance = bnn.functional_variance(x)
     alone = torch.cat([bnn.functional_variance(x[n : n + 1]) for n in range(5)])
@@ -38,11 +39,9 @@ def test_a_first_batch_that_does_not_tell_where_the_points_are(kind):
     y = torch.arange(9) % 2
     bnn = laplace(through(kind), "diag", points=9)
     points = [*short.split(1), *long.split(1)]
-    bnn.fit_curvature([(x, y[n : n + 1]) for n, x in enumerate(points)], progress=False)
-    expected = bnn.net_guide.precision.to_dense()
+    expected = precision_by(bnn, [(x, y[n : n + 1]) for n, x in enumerate(points)])
     for batches in ([(short, y[:3]), (long, y[3:])], [(long, y[3:]), (short, y[:3])]):
-        bnn.fit_curvature(batches, progress=False)
-        found = bnn.net_guide.precision.to_dense()
+        found = precision_by(bnn, batches)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 

@@ -129,16 +129,20 @@ def test_the_full_matrix_of_outer_products(monkeypatch, budget, curvature):
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
-def test_covariances_come_in_chunks(monkeypatch, structure):
+def test_gradients_and_covariances_come_in_chunks(monkeypatch, structure):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)).double()
-    x = torch.randn(5, 1, 4, 4).double()
-    bnn = laplace(net, structure)
-    bnn.fit_curvature([(x, torch.zeros(5).long())], progress=False)
-    whole = bnn.functional_variance(x)
-    for limit in ("CACHED_ROWS", "BUDGET"):
-        monkeypatch.setattr(output_covariance, limit, 1)
-    torch.testing.assert_close(bnn.functional_variance(x), whole, rtol=1e-12, atol=1e-14)
+    data = [(torch.randn(5, 1, 4, 4).double(), torch.zeros(5).long())]
+    found = []
+    for _ in range(2):
+        bnn = laplace(copy.deepcopy(net), structure)
+        bnn.fit_curvature(data, progress=False)
+        operator = bnn.state.curvature.operator.to_dense()
+        found.append((operator, bnn.functional_variance(data[0][0])))
+        for module in (accumulators, output_covariance):
+            monkeypatch.setattr(module, "BUDGET", 1)
+        monkeypatch.setattr(output_covariance, "CACHED_ROWS", 1)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("net_of", [nn.LayerNorm, nn.BatchNorm1d])
@@ -160,10 +164,7 @@ def test_a_trainable_part_that_is_hidden_leaves_the_rest_its_curvature(structure
 
 
 def test_a_net_under_no_grad_is_an_error():
-
-    stopped = NetOf(torch.no_grad()(lambda net, x: net.layer(x)), layer=nn.Linear(3, 2))
-
-    bnn = laplace(stopped)
+    bnn = laplace(NetOf(torch.no_grad()(lambda net, x: net.layer(x)), layer=nn.Linear(3, 2)))
     with pytest.raises(
         RuntimeError, match=r"depend on net\.layer\.bias, net\.layer\.weight without a gradient"
     ):
@@ -205,6 +206,13 @@ def test_a_net_that_saves_activations_has_the_curvature_of_its_mode():
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
 
 
+def last_layer(likelihood, structure, outputs=4, ends=()):
+    """A BNN over the last layer of a net, and inputs."""
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs), *ends).double()
+    rules = {"expose_all": False, "expose_modules": [net[2]]}
+    return laplace(net, structure, likelihood, rules=rules), torch.randn(20, 3).double()
+
+
 LAST = {
     "categorical": (Categorical, {}, torch.arange(6) % 4),
     "probabilities": (Categorical, {"logit_predictions": False}, torch.arange(6) % 4),
@@ -228,21 +236,16 @@ def test_the_last_layer_is_summed_over_points_as_by_its_gradients(
     torch.manual_seed(0)
     make, options, y = LAST[kind]
     ends = [nn.Softmax(-1)] if kind == "probabilities" else []
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), *ends).double()
-    prior = tyxe.priors.IIDPrior(
-        torch.distributions.Normal(0.0, 1.0), expose_all=False, expose_modules=[net[2]]
-    )
-    bnn = tyxe.LaplaceBNN(net, prior, make(20, **options), structure=structure)
+    bnn, x = last_layer(make(20, **options), structure, ends=ends)
     some = torch.tensor([True, False, True, True, False, True])
     targets = {
         None: y,
         "mask": Targets(y, mask=some) if y.dim() == 1 else Targets(y).masked(some),
         "weights": Targets(y, torch.arange(6).double()),
     }[counts]
-    x = torch.randn(6, 3).double()
     found = []
     for _ in range(2):
-        bnn.fit_curvature([(x, targets)], progress=False)
+        bnn.fit_curvature([(x[:6], targets)], progress=False)
         found.append(bnn.state.curvature.operator.to_dense())
         for accumulator in accumulators.ACCUMULATORS.values():
             monkeypatch.setattr(accumulator, "add_last", lambda *given: False)
@@ -262,28 +265,18 @@ def test_hessians_of_certain_points_are_no_rounding(scale):
     torch.testing.assert_close(hessians.diagonals().double(), diagonals, rtol=1e-6, atol=1e-13)
 
 
-def last_layer(classes, points, structure):
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, classes))
-    prior = tyxe.priors.IIDPrior(
-        torch.distributions.Normal(0.0, 1.0), expose_all=False, expose_modules=[net[2]]
-    )
-    bnn = tyxe.LaplaceBNN(net, prior, Categorical(points), structure=structure)
-    return bnn, torch.randn(points, 3)
-
-
 @pytest.mark.parametrize("structure", ["kron", "diag"])
 def test_many_classes_take_no_matrix_for_each_point(structure):
-    classes, points = 1000, 64
-    bnn, x = last_layer(classes, points, structure)
+    bnn, x = last_layer(Categorical(20), structure, outputs=1000)
     with LargestTensor() as largest:
-        bnn.fit_curvature([(x, torch.arange(points))], progress=False)
-    assert largest.numel <= classes**2
+        bnn.fit_curvature([(x, torch.arange(20))], progress=False)
+    assert largest.numel <= 1000**2
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 def test_the_last_layer_has_covariances_as_by_its_gradients(structure, monkeypatch):
     torch.manual_seed(0)
-    bnn, x = last_layer(4, 20, structure)
+    bnn, x = last_layer(Categorical(20), structure)
     bnn.fit_curvature([(x, torch.arange(20) % 4)], progress=False)
     found = bnn.functional_variance(x)
     monkeypatch.setattr(Linearization, "last_inputs", lambda linear: {})
@@ -298,7 +291,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("joint", REFUSALS)
 def test_covariances_too_large_are_refused_before_they_are_made(joint, monkeypatch):
-    bnn, x = last_layer(4, 20, "kron")
+    bnn, x = last_layer(Categorical(20), "kron")
     bnn.fit_curvature([(x, torch.arange(20) % 4)], progress=False)
     monkeypatch.setattr("tyxe.check.MEMORY_LIMIT", 1_000)
     with pytest.raises(ValueError, match=REFUSALS[joint]):
@@ -306,7 +299,7 @@ def test_covariances_too_large_are_refused_before_they_are_made(joint, monkeypat
 
 
 def test_factors_beyond_a_devices_memory_are_refused(monkeypatch):
-    bnn, x = last_layer(4, 20, "kron")
+    bnn, x = last_layer(Categorical(20), "kron")
     monkeypatch.setattr("tyxe.check._memory_of", lambda device: 100)
     with pytest.raises(
         ValueError, match=r"factors of 1 layers would take .* and the limit of cpu is"
@@ -326,12 +319,13 @@ def test_windows_have_the_second_moment_of_their_patches(monkeypatch, conv):
     x = torch.randn(30, conv.in_channels, *(9, 8, 7)[:dims]).double()
     head = nn.Flatten(), nn.Linear(conv(x[:1].float()).numel(), 2)
     net, used, found = nn.Sequential(conv, *head), [], []
+    rules = {"hide_modules": ["2"]}  # whose factor is larger than that of the convolution
     known = layer_calls.moment_of_windows
     watched = lambda *given: (used.append(given), known(*given))[1]  # noqa: E731
     monkeypatch.setattr(layer_calls, "moment_of_windows", watched)
     for _ in range(2):
         torch.manual_seed(1)
-        bnn = laplace(copy.deepcopy(net), "kron", Categorical(30))
+        bnn = laplace(copy.deepcopy(net), "kron", Categorical(30), rules=rules)
         bnn.fit_curvature([(x, torch.arange(30) % 2)], progress=False)
         found.append(next(iter(bnn.state.curvature.operator.blocks.values())).to_dense())
         monkeypatch.setattr(layer_calls, "_is_shifted", lambda _: False)

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 import tyxe
-from tests.curvature.test_against_loops import NETS
+from tests.curvature.test_against_loops import NETS, made
 from tests.oracles.laplace import laplace_bnn
 from tyxe.curvature import jacobian
 from tyxe.curvature.linearize import Linearization
@@ -25,12 +25,8 @@ def linearized(net, x, prior):
 @pytest.mark.parametrize("share", [0.1, 0.9])
 @pytest.mark.parametrize("name", [name for name in NETS if name != "branch"])
 def test_they_are_columns_of_the_jacobian(name, share, monkeypatch):
-    torch.manual_seed(0)
-    make, shape = NETS[name]
-    x = shape if isinstance(shape, torch.Tensor) else torch.randn(shape).double()
-    net = make().double().eval()
-    with torch.no_grad():
-        net(x)
+    bnn, _, x, _ = made(name)
+    net = bnn.to_module().eval()
     count = sum(p.numel() for p in net.parameters())
     by_point, plain = [], Linearization._per_point
 
@@ -69,7 +65,7 @@ def test_points_may_be_taken_in_pieces(monkeypatch):
     prior = tyxe.priors.SubnetworkPrior(NORMAL, 20, by="random")
     expected = jacobian(linearized(net, x, prior)[1])
     for budget in (1, 40):
-        monkeypatch.setattr("tyxe.curvature.gradients.budget", lambda device, b=budget: b)
+        monkeypatch.setattr("tyxe.curvature.gradients.BUDGET", budget)
         torch.testing.assert_close(jacobian(linearized(net, x, prior)[1]), expected)
 
 

@@ -56,7 +56,7 @@ def test_with_more_eigenpairs_the_evidence_falls_to_that_of_the_dense_structure(
     expected, before = float(full.log_marginal_likelihood()), float("inf")
     values = torch.linalg.eigvalsh(full.state.curvature.operator.to_dense()).flip(0)
     variances, dense = [], full.functional_variance(x).diagonal(dim1=1, dim2=2)
-    for rank in (1, 3, 6, 12, 24, 31):
+    for rank in (1, 6, 24, 31):
         low, *_ = fitted("lowrank", rank=rank, prior=prior)
         evidence = float(low.log_marginal_likelihood())
         assert expected - 1e-9 <= evidence <= before
@@ -77,7 +77,7 @@ def test_whatever_the_structure_the_estimate_is_of_the_whole_evidence(structure)
     full, x, y = fitted("full", temperature=0.5)
     bnn, *_ = fitted(structure, temperature=0.5, rank=5)
     torch.manual_seed(3)
-    estimate, error = estimate_evidence(bnn, [(x, y)], num_probes=64, num_steps=31)
+    estimate, error = estimate_evidence(bnn, [(x, y)], num_probes=32, num_steps=31)
     difference = abs(float(estimate - full.log_marginal_likelihood()))
     assert difference < 3 * float(error) + 1e-9
     assert float(error) < 1
@@ -166,7 +166,7 @@ def test_the_estimate_is_refused_for_other_data_than_those_of_the_curvature():
     for data in ([(x[:9], y[:9])], [(x, y.roll(1))], [(x, y, torch.arange(15.0) / 8)]):
         with pytest.raises(ValueError, match=r"log-likelihood of .* give the data of fit_curv"):
             estimate_evidence(bnn, data)
-    estimate, _ = estimate_evidence(bnn, [(x[:9], y[:9]), (x[9:], y[9:])])
+    estimate, _ = estimate_evidence(bnn, [(x[:9], y[:9]), (x[9:], y[9:])], num_probes=4)
     assert float(estimate) == pytest.approx(float(bnn.log_marginal_likelihood()))
     bnn.update_prior(tyxe.priors.DictPrior(bnn.net_guide.get_detached_distributions()))
     with pytest.raises(ValueError, match=r"prior holds the curvature already.*before update_prior"):

@@ -82,7 +82,7 @@ def test_the_prior_precision_by_held_out_data(options, monkeypatch):
     scores = []
     for precision in grid:
         bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, precision**-0.5)))
-        scores.append(float(bnn.evaluate(x, y, 1000, **options)[1]))
+        scores.append(float(bnn.evaluate(x, y, 400, **options)[1]))
     assert float(best) == pytest.approx(grid[scores.index(max(scores))])
 
 

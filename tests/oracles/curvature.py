@@ -9,6 +9,7 @@ from tests.oracles.bnns import mean_field
 from tests.oracles.laplace import laplace_bnn
 from tests.oracles.nets import NetOf
 from tyxe.curvature import Linearization, collect_curvature
+from tyxe.linalg import LowRank
 
 
 def laplace(net, structure="full", likelihood=None, points=5, **options):
@@ -65,6 +66,20 @@ def curvature_of(bnn, linearize, x, structure, likelihood=None, **options):
         shape = linearize(x).outputs.shape
     targets = options.pop("targets", torch.zeros(shape).double())
     return collect_curvature(linearize, likelihood, [(x, targets)], structure, **options)
+
+
+def dense_products(products):
+    like = next(iter(products.values.values()))
+    return products @ torch.eye(products.blocks.size).to(like)
+
+
+def low_rank_precision(blocks, rank, kind, scale=1.0):
+    """A random one, whose diagonal is of sites or of single weights."""
+    torch.manual_seed(1)
+    entries = torch.rand(blocks.size).double() + 0.5
+    if kind == "of sites":
+        entries = blocks.flatten({site: torch.rand(()).double() + 0.5 for site in blocks.sites})
+    return LowRank(entries, scale * torch.randn(rank, blocks.size).double().mT)
 
 
 # What nets make of positions by maps that hold the points in another order than first, or flat.
