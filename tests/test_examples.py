@@ -28,6 +28,7 @@ from IPython.utils.capture import capture_output
 from matplotlib_inline.backend_inline import configure_inline_support
 
 import tyxe
+from tests.touched import imported
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
@@ -141,23 +142,10 @@ def constants(tree: ast.AST, function: str) -> list[str]:
     ]
 
 
-def imported(tree: ast.AST) -> set[str]:
-    """Return the libraries that a script imports anywhere."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add((node.module or "").partition(".")[0])
-    return names
-
-
-def test_there_is_a_demo_and_few_listings():
-    assert QUICKSTART in SCRIPTS
+def test_listings_are_few_and_copied_alone():
     assert len(QUICKSTART.read_text().splitlines()) <= 260
     assert 10 <= len(LISTINGS) <= 18
-    modules = [path.name for path in (ROOT / "examples").rglob("_*") if path.suffix == ".py"]
-    assert modules == [], "a listing is copied alone"
+    assert list((ROOT / "examples").rglob("_*.py")) == []
 
 
 @pytest.mark.parametrize("path", LISTINGS, ids=lambda path: path.stem)
@@ -206,7 +194,7 @@ def test_the_extra_that_a_script_names_has_what_it_imports(path: Path):
         for wanted in project["optional-dependencies"][extra]
     }
     always = {*sys.stdlib_module_names, "numpy", "pyro", "torch", "tqdm", "tyxe"}
-    others = imported(ast.parse(path.read_text())) - always
+    others = {name.partition(".")[0] for name in imported(path)} - always
     assert {LIBRARIES[name] for name in others} <= installed
 
 
@@ -245,10 +233,6 @@ def test_without_data_one_line_says_where_they_come_from(
     assert "\n" not in str(stopped.value)
 
 
-def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
-
-
 def test_several_processes(run: Run, tmp_path: Path):
     script = ROOT / "examples" / "several_processes.py"
     assert run(script, "--smoke-test").startswith("processes: 1, points in a process's batch: 64")
@@ -259,7 +243,7 @@ def test_several_processes(run: Run, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, *launcher, str(script), "--smoke-test"],
         cwd=tmp_path,
-        env=environment(),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
@@ -461,19 +445,48 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_executes(name: str, data: Path, shell: InteractiveShell):
+def variants(name: str) -> list[dict[str, str]]:
+    """Return no change, and those of a notebook by the name that each assigns, once in each."""
+    found: list[dict[str, str]] = [{}]
+    for line in changes(saved(name)):
+        aim = line.partition(" = ")[0]
+        at = next((one for one in found[1:] if aim not in one), None)
+        if at is None:
+            found.append(at := {})
+        at[aim] = line
+    return found
+
+
+def changed(source: str, lines: dict[str, str]) -> str:
+    """Return code with some of its assignments replaced, which are taken out of the lines."""
+    tree = ast.parse(source)
+    for index, old in enumerate(tree.body):
+        aim = ast.unparse(old.targets[0]) if isinstance(old, ast.Assign) else ""
+        tree.body[index] = ast.parse(lines.pop(aim)).body[0] if aim in lines else old
+    return ast.unparse(tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), [(name, lines) for name in NOTEBOOKS for lines in variants(name)]
+)
+def test_notebook_executes_as_it_is_and_changed(
+    name: str, lines: dict[str, str], data: Path, shell: InteractiveShell
+):
     skip_without_extras(name, "jupytext")
     warnings.filterwarnings("ignore", r".*torch\.jit\.script", FutureWarning)
     # A short fit is no fit, and says so.
     warnings.simplefilter("ignore", tyxe.TyxeWarning)
+    left = dict(lines)
     for before, cell in zip(code_of(saved(name)), code_of(GALLERY.written(name)), strict=True):
         with capture_output() as shown:
-            shell.run_cell(cell.source).raise_error()
+            source = changed(cell.source, left) if lines else cell.source
+            shell.run_cell(source).raise_error()
         assert shown.stderr == ""
-        texts = [output for output in before.outputs if output.output_type == "stream"]
-        assert bool(shown.stdout) == bool(texts)
-        assert len(shown.outputs) == len(before.outputs) - len(texts)
+        if not lines:
+            texts = [output for output in before.outputs if output.output_type == "stream"]
+            assert bool(shown.stdout) == bool(texts)
+            assert len(shown.outputs) == len(before.outputs) - len(texts)
+    assert not left
 
 
 def test_a_notebook_runs_in_a_kernel_of_its_own(data: Path):
@@ -486,33 +499,3 @@ def test_a_notebook_runs_in_a_kernel_of_its_own(data: Path):
         assert all("TyxeWarning" in output.text for output in said)
         ran = [output.output_type for output in after.outputs if output not in said]
         assert ran == [output.output_type for output in before.outputs]
-
-
-def variants(name: str) -> list[dict[str, str]]:
-    """Return the changes of a notebook by the name that each assigns, no name twice in one."""
-    found: list[dict[str, str]] = [{}]
-    for line in changes(saved(name)):
-        aim = line.partition(" = ")[0]
-        at = next((one for one in found if aim not in one), None)
-        if at is None:
-            found.append(at := {})
-        at[aim] = line
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "lines"), [(name, lines) for name in NOTEBOOKS for lines in variants(name)]
-)
-def test_the_lines_to_change_may_be_changed(
-    name: str, lines: dict[str, str], run: Run, data: Path, tmp_path: Path, monkeypatch
-):
-    skip_without_extras(name)
-    monkeypatch.setenv("TYXE_SMOKE_TEST", "1")
-    tree = ast.parse((ROOT / "notebooks" / f"{name}.py").read_text())
-    for index, old in enumerate(tree.body):
-        aim = ast.unparse(old.targets[0]) if isinstance(old, ast.Assign) else ""
-        tree.body[index] = ast.parse(lines.pop(aim)).body[0] if aim in lines else old
-    assert not lines
-    (tmp_path / "changed.py").write_text(ast.unparse(tree))
-    with plt.rc_context():
-        run(tmp_path / "changed.py")
