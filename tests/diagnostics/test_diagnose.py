@@ -596,18 +596,19 @@ def test_a_mask_is_of_whole_batches():
     assert math.isfinite(report["KL over the data term"].value)
 
 
-def fitted_norm(rows):
+def fitted_norm(rows, **norm):
     x = torch.randn(rows, 2)
-    inner = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    inner = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, **norm), nn.Linear(4, 1))
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
     bnn = mean_field(inner, gaussian(rows), prior)
     bnn.fit([(x, x[:, :1])], ADAM, 4)
     return bnn, x, x[:, :1]
 
 
+@pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("rows", [3, 17])
-def test_norms_take_no_single_points(rows):
-    bnn, *pair = fitted_norm(rows)
+def test_norms_take_no_single_points(rows, keeps):
+    bnn, *pair = fitted_norm(rows, track_running_stats=keeps)
     report = diagnose(bnn, [pair], [pair])
     assert math.isfinite(report["KL over the data term"].value)
 

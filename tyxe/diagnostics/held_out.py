@@ -20,7 +20,7 @@ from tyxe.diagnostics.case import Case, log_likelihoods, members_of, mixed, spar
 from tyxe.diagnostics.report import ANY, Line, above, below
 from tyxe.guides import Guide
 from tyxe.metrics.checks import average
-from tyxe.predictive.norms import norms_of
+from tyxe.predictive.norms import fewest_rows, norms_of
 
 # Data sets that are drawn from predictions, by which a calibration error is judged.
 SIMULATED = 200
@@ -154,7 +154,8 @@ def batches(case: Case) -> Iterator[Line]:
     """Look for predictions that depend on the batch, and norms with statistics of other weights."""
     bnn, inputs = case.bnn, case.held_out[0][0]
     rows = len(inputs) if isinstance(inputs, Tensor) else 0
-    if rows > 1 and not isinstance(bnn, DropoutBNN):
+    fewest = max(fewest_rows(member.net, train=False) for member in members_of(bnn))
+    if rows // 2 >= fewest and not isinstance(bnn, DropoutBNN):
         found = [
             bnn.predict(inputs, num_predictions=0, batch_size=size)
             for size in (rows, math.ceil(rows / 2))

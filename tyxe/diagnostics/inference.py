@@ -30,7 +30,7 @@ from tyxe.guides.normal import MeanField
 from tyxe.guides.swag import SWAGGuide
 from tyxe.laplace.search import spectrum
 from tyxe.poutine import selective_mask
-from tyxe.predictive.norms import norms_of
+from tyxe.predictive.norms import fewest_rows
 from tyxe.threads import handlers
 from tyxe.util import is_constant
 
@@ -119,12 +119,12 @@ def _real(values: Tensor) -> Tensor:
 def _dealt(case: Case) -> list[Any]:
     """Return the rows of batches, in chance order, as more batches; none where rows are not all.
 
-    A mask is of whole batches, and norms take no statistics of one row.
+    A mask is of whole batches.
     """
     batches, parts = case.to_fit, list[Any]()
     if any(isinstance(handler, selective_mask) for handler in handlers()):
         return parts
-    fewest = 2 if norms_of(case.bnn.net) else 1
+    fewest = fewest_rows(case.bnn.net, train=True)
     for batch in batches:
         rows = len(batch[1])
         leaves = [leaf for leaf in tree_leaves(batch) if not is_constant(leaf)]

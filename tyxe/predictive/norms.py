@@ -16,8 +16,16 @@ Statistics = Mapping[Any, Mapping[str, Tensor]]
 
 def norms_of(net: nn.Module) -> list[Any]:
     """Return the layers of a net that keep running statistics."""
-    norms = (module for module in net.modules() if isinstance(module, _NORMS))
-    return [norm for norm in norms if norm.track_running_stats]
+    return [norm for norm in _norms_of(net) if norm.track_running_stats]
+
+
+def fewest_rows(net: nn.Module, train: bool) -> int:
+    """Return the size of a net's smallest batch, since norms take no statistics of one row."""
+    return 2 if any(train or not norm.track_running_stats for norm in _norms_of(net)) else 1
+
+
+def _norms_of(net: nn.Module) -> list[Any]:
+    return [module for module in net.modules() if isinstance(module, _NORMS)]
 
 
 def put_statistics(statistics: Statistics) -> None:
