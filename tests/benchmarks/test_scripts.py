@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,14 @@ def test_the_gpu_script_says_that_there_is_none(
     message = "benchmarks/gpu.py: no CUDA device here, so nothing was measured\n"
     assert capsys.readouterr().out == message
     assert not list(tmp_path.iterdir())
+
+
+def test_the_gpu_script_finds_the_tests_of_gpus(run_script: RunScript, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    run_script("gpu", "--all", "--case", "checks", "--smoke-test", "--json", str(path))
+    (case,) = json.loads(path.read_text())["cases"]
+    assert case["name"] == "checks"
+    assert re.match(r"\d+ tests collected", case["findings"]["outcome"])
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones(run_script: RunScript) -> None:
