@@ -25,40 +25,39 @@ def test_contract(make):
 @pytest.mark.parametrize("p", JOINTS)
 @pytest.mark.parametrize("q", JOINTS)
 def test_the_kl_between_two_joint_normals_is_that_of_dense_ones(q, p):
-    first, second = JOINTS[q](), JOINTS[p]()
-    dense = [
-        td.MultivariateNormal(one.loc, precision_matrix=one.precision.to_dense())
-        for one in (first, second)
-    ]
-    torch.testing.assert_close(td.kl_divergence(first, second), td.kl_divergence(*dense), **EXACT)
-    if q == p:
-        assert abs(float(td.kl_divergence(first, second))) < 1e-10
+    pair = JOINTS[q](), JOINTS[p]()
+    dense = [td.MultivariateNormal(one.loc, one.precision.to_dense().inverse()) for one in pair]
+    torch.testing.assert_close(td.kl_divergence(*pair), td.kl_divergence(*dense), **EXACT)
+
+
+def product_of(*names):
+    """Return the Normal that is the product of some, the same as a penalty, and the factors."""
+    factors = [JOINTS[name]() for name in names]
+    terms = [term for factor in factors for term in factor.terms]
+    normal = Gaussian.product(factors[0].blocks, terms)
+    return normal, normal.with_terms(normal.blocks, terms), factors
 
 
 def test_a_product_of_normals_is_the_product_of_their_densities():
-    factors = [JOINTS[name]() for name in ("blocks", "blocks, others", "Diagonal")]
-    terms = [term for factor in factors for term in factor.terms]
-    product = Gaussian.product(factors[0].blocks, terms)
-    assert len(product.terms) == 1
+    normal, penalty, factors = product_of("blocks", "blocks, others", "Diagonal")
+    assert len(normal.terms) == 1
     v, w = torch.randn(2, 17)
     expected = sum(float(f.log_prob(v) - f.log_prob(w)) for f in factors)
-    for joint in (product, product.with_terms(product.blocks, terms)):
+    for joint in (normal, penalty):
         assert float(joint.log_prob(v) - joint.log_prob(w)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_kl_to_a_penalty_differs_by_its_constant_only():
-    factors = [JOINTS[name]() for name in ("blocks", "blocks, others")]
-    terms = [term for factor in factors for term in factor.terms]
-    normal = Gaussian.product(factors[0].blocks, terms)
-    penalty = normal.with_terms(normal.blocks, terms)
+    normal, penalty, _ = product_of("blocks", "blocks, others")
     qs = [JOINTS[name]() for name in ("Dense", "covariance", "Diagonal")]
-    found = [td.kl_divergence(q, penalty) - td.kl_divergence(q, normal) for q in qs]
     locs, scales = qs[0].unflatten(torch.randn(17)), qs[0].unflatten(torch.rand(17))
     sites = {n: dist.Normal(loc, scales[n]).to_event(loc.dim()) for n, loc in locs.items()}
-    q = IndependentSites(sites)
-    found.append(td.kl_divergence(q, penalty) - td.kl_divergence(q, normal))
-    for one in found[1:]:
-        torch.testing.assert_close(one, found[0], **EXACT)
+    first, *others = (
+        td.kl_divergence(q, penalty) - td.kl_divergence(q, normal)
+        for q in (*qs, IndependentSites(sites))
+    )
+    for one in others:
+        torch.testing.assert_close(one, first, **EXACT)
 
 
 SAME_SIZE = ["LowRank", "Inverse of LowRank", "Sum of structures"]

@@ -61,11 +61,7 @@ OTHERS = {
     "level of a score": (metrics.interval_score, (SCORES, SCORES, SCORES, 1.5), "level is 1.5"),
     "no share": (metrics.fpr_at_tpr, (SCORES, SCORES, 0.0), r"tpr is 0\.0; .*0\.95"),
     "confidences": (metrics.aurc, (PROBS, TARGETS, SCORES[:1]), "confidence has shape"),
-    "fractions": (
-        metrics.risk_coverage_curve,
-        (PROBS, TARGETS, None, torch.full([2], 0.5)),
-        "weights has fractions",
-    ),
+    "fractions": (metrics.risk_coverage_curve, (PROBS, TARGETS, None, SCORES), "has fractions"),
     "more weights": (metrics.rmse, (SCORES, SCORES, torch.ones(3)), r"pass mask\.float\(\)"),
     "negative weights": (metrics.rmse, (SCORES, SCORES, -torch.ones(2)), "weights has negative"),
     "no weights": (metrics.rmse, (SCORES, SCORES, torch.zeros(2)), "none above 0"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import integrate, stats
+from scipy import stats
 from sklearn import metrics as oracle
 from torch import Tensor
 
@@ -24,11 +24,6 @@ def test_a_target_of_probability_zero() -> None:
     assert metrics.nll(probs, targets, torch.tensor([0.0, 1.0])) == math.log(2)
 
 
-def test_brier_sums_over_classes() -> None:
-    probs = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
-    assert_scalar(metrics.brier_score(probs, torch.tensor([0])), 0.25 + 0.09 + 0.04)
-
-
 def test_bins_are_closed_on_the_right() -> None:
     probs = torch.tensor([[0.5, 0.5], [0.75, 0.25], [1.0, 0.0]])
     curve = metrics.calibration_curve(probs, torch.tensor([0, 0, 0]), num_bins=4)
@@ -40,9 +35,6 @@ def test_ood_of_infinite_scores() -> None:
     assert metrics.ood_auroc(*pair) == metrics.ood_aupr(*pair) == 1
 
 
-# --- other libraries ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_classes", [2, 4])
 def test_scores_of_classes_are_scikits(num_classes: int) -> None:
     probs, targets = classified(1, num_classes=num_classes)
@@ -50,9 +42,8 @@ def test_scores_of_classes_are_scikits(num_classes: int) -> None:
     assert_scalar(metrics.nll(probs, targets), expected)
     expected = oracle.accuracy_score(targets, probs.argmax(-1))
     assert_scalar(metrics.accuracy(probs, targets), expected)
-    if num_classes == 2:
-        expected = 2 * oracle.brier_score_loss(targets, probs[:, 1].numpy())
-        assert_scalar(metrics.brier_score(probs, targets), expected)
+    expected = (probs - torch.eye(num_classes)[targets]).square().sum(-1).mean().item()
+    assert_scalar(metrics.brier_score(probs, targets), expected)
 
 
 def test_entropy_is_scipys() -> None:
@@ -62,7 +53,7 @@ def test_entropy_is_scipys() -> None:
 
 
 @given(scores.seeds, scores.sizes, scores.sizes)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25)
 def test_ood_is_scikits_with_ties(seed: int, num_in: int, num_out: int) -> None:
     pair = scores.scored(seed, num_in, num_out)
     labels, both = scores.scikit_labels(*pair)
@@ -76,10 +67,9 @@ def test_crps_is_its_integral(target: float, scale: float) -> None:
     normal = stats.norm(0.5, scale)
     # beyond these ends each integrand is below 1e-20
     low, high = min(0.5 - 10 * scale, target), max(0.5 + 10 * scale, target)
-    below = integrate.quad(lambda t: normal.cdf(t) ** 2, low, target, points=[0.5])[0]
-    above = integrate.quad(lambda t: normal.sf(t) ** 2, target, high, points=[0.5])[0]
+    expected = scores.crps_by_quadrature(normal.cdf, low, target, high, [0.5])
     mean, y = torch.tensor([[0.5], [target]]).double()
-    assert_scalar(metrics.crps_gaussian(mean, scale, y), below + above, tolerance=1e-7)
+    assert_scalar(metrics.crps_gaussian(mean, scale, y), expected, tolerance=1e-7)
 
 
 def test_crps_of_a_narrow_prediction_is_the_absolute_error() -> None:
@@ -105,11 +95,8 @@ def test_coverage_is_scipys_interval(level: float) -> None:
     assert_scalar(metrics.interval_coverage(mean, scale, targets, level), expected)
 
 
-# --- properties ---------------------------------------------------------------------------------
-
-
 @given(scores.seeds, scores.sizes, st.integers(2, 5), st.integers(1, 20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25)
 def test_bins_have_every_point_and_the_naive_error(
     seed: int, num_points: int, num_classes: int, num_bins: int
 ) -> None:
@@ -118,24 +105,10 @@ def test_bins_have_every_point_and_the_naive_error(
     assert len(curve.counts) <= num_bins
     assert (curve.counts > 0).all()
     assert curve.counts.sum() == num_points
-    assert (curve.confidence.diff() > 0).all()
     right = (curve.counts * curve.accuracy).sum() / num_points
     torch.testing.assert_close(right, metrics.accuracy(probs, targets))
     value = metrics.expected_calibration_error(probs, targets, num_bins)
     assert_scalar(value, scores.naive_ece(probs, targets, num_bins))
-
-
-@pytest.mark.parametrize("metric", scores.CLASSIFICATION)
-@given(seed=scores.seeds, num_points=scores.sizes)
-@settings(max_examples=20, deadline=None)
-def test_order_of_points_and_classes_does_not_matter(
-    metric: Callable[..., Tensor], seed: int, num_points: int
-) -> None:
-    probs, targets = classified(seed, num_points)
-    order = torch.randperm(num_points, generator=torch.Generator().manual_seed(seed))
-    classes = torch.tensor([2, 0, 3, 1])
-    permuted = metric(probs[order][:, classes], classes.argsort()[targets[order]])
-    torch.testing.assert_close(permuted, metric(probs, targets))
 
 
 @pytest.mark.parametrize("metric", scores.GAUSSIAN)

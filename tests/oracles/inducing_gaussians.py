@@ -43,12 +43,12 @@ def make_maps(m_r, m_c, d_r=D_R, d_c=D_C):
     return (randn(m_r, d_r), 0.3 * randn(m_r) + 0.5), (randn(m_c, d_c), 0.3 * randn(m_c) + 0.5)
 
 
-def make(family="diagonal", sizes=(2, 3), scale=0.7, layer=LAYER, whitened=True):
+def make(family="diagonal", sizes=(2, 3), whitened=True):
     (z_r, r), (z_c, c) = make_maps(*sizes)
     rows, columns = inducing_side(z_r, r), inducing_side(z_c, c)
     u = make_u(family, *sizes)
     u = u if whitened else WhitenedU(u, rows.tril, columns.tril)
-    return InducingWeights(u, rows, columns, torch.tensor(scale).double(), layer)
+    return InducingWeights(u, rows, columns, torch.tensor(0.7).double(), LAYER)
 
 
 def psi(z, log_d):
@@ -63,13 +63,17 @@ def conditional(maps):
     return gain, torch.eye(len(cross)).double() - gain @ cross.mT
 
 
+def conditioned(q, means, covariance):
+    """Means and covariance of the weights of scale 1, row by row, given those of `vec U`."""
+    b = torch.kron(q.row_basis, q.column_basis.contiguous())
+    total = q.conditional_scale**2 * (torch.eye(len(b)).double() - b @ b.mT) + b @ covariance @ b.mT
+    return means @ b.mT, total
+
+
 def dense(q):
     """Components' means and covariance of `vec W`, row by row, the plain way."""
-    means, covariance = q.u.components()
-    b = torch.kron(q.row_basis, q.column_basis.contiguous())
-    scale = SCALES if q.layer is LAYER else torch.ones(len(b)).double()
-    total = q.conditional_scale**2 * (torch.eye(len(b)).double() - b @ b.mT) + b @ covariance @ b.mT
-    return (means @ b.mT) * scale, scale[:, None] * total * scale
+    means, total = conditioned(q, *q.u.components())
+    return means * SCALES, SCALES[:, None] * total * SCALES
 
 
 def mixture_log_prob(means, covariance, value):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from scipy import integrate
 from torch import Tensor
 
 from tyxe import metrics
@@ -44,6 +45,12 @@ def gaussians(seed: int, num_points: int = 20) -> tuple[Tensor, Tensor, Tensor]:
         3, num_points, generator=generator, dtype=torch.float64
     ).unbind()
     return mean, log_scale.exp(), mean + 2 * noise
+
+
+def crps_by_quadrature(cdf, low, y, high, inside):
+    """The integral of the squared distance to a step at `y`, with points to split it at."""
+    below = integrate.quad(lambda t: cdf(t) ** 2, low, y, limit=500, points=inside)[0]
+    return below + integrate.quad(lambda t: (1 - cdf(t)) ** 2, y, high, limit=500, points=inside)[0]
 
 
 def naive_ece(probs: Tensor, targets: Tensor, num_bins: int) -> float:

@@ -17,8 +17,7 @@ from pyro.infer.mcmc import HMC
 import tyxe
 from tests.oracles.bnns import mean_field
 from tyxe.guides import PyroGuide
-from tyxe.priors import IIDPrior, LambdaPrior, Prior
-from tyxe.testing import check_prior
+from tyxe.priors import IIDPrior, LambdaPrior
 from tyxe.util import pyro_sample_sites
 
 
@@ -32,24 +31,21 @@ def horseshoe(name, module, param):
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize("guide", [tyxe.guides.AutoNormal, tyxe.guides.AutoRadial])
-def test_a_horseshoe_is_fitted_end_to_end(guide):
+def test_a_horseshoe_is_fitted_end_to_end():
     x = torch.randn(40, 4)
     y = x[:, :1] * 3.0 + 0.1 * torch.randn(40, 1)
     bnn = tyxe.VariationalBNN(
         nn.Linear(4, 1, bias=False),
         LambdaPrior(horseshoe),
         tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1),
-        functools.partial(guide, init_scale=0.05),
+        functools.partial(tyxe.guides.AutoNormal, init_scale=0.05),
     )
     names = ["net.weight_global", "net.weight_local", "net.weight"]
-    assert sorted(bnn.guide()) == sorted(names)
-    history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=0.05), 150)
+    history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=0.1), 80)
     assert history.loss[-1] < history.loss[0]
-    for _ in range(20):
-        draw = bnn.guide()
-        assert bool((draw["net.weight_local"] > 0).all())
-        assert bool(draw["net.weight_global"] > 0)
+    draws = [bnn.guide() for _ in range(20)]
+    assert sorted(draws[0]) == sorted(names)
+    assert all(bool((draw[name] > 0).all()) for draw in draws for name in names[:2])
     weight = bnn.net_guide.median()["net.weight"].squeeze()
     assert abs(weight[0] - 3) < 0.3
     assert bool((weight[1:].abs() < 0.3).all())
@@ -69,7 +65,7 @@ def named_below(name, module, param):
     return prior
 
 
-PYROS = {
+GUIDES = {
     kind.__name__: kind
     for kind in (
         autoguide.AutoDelta,
@@ -80,33 +76,34 @@ PYROS = {
         autoguide.AutoDiagonalNormal,
         autoguide.AutoMultivariateNormal,
         autoguide.AutoLowRankMultivariateNormal,
+        tyxe.guides.AutoRadial,
     )
-} | {"ours": tyxe.guides.AutoNormal, "radial": tyxe.guides.AutoRadial}
+} | {"ours": tyxe.guides.AutoNormal}
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize("guide", PYROS.values(), ids=PYROS)
+@pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES)
 def test_variables_may_be_named_below_their_weight(guide):
     def make():
         likelihood = tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.5)
         net = nn.Linear(3, 1, bias=False)
         return tyxe.VariationalBNN(net, LambdaPrior(named_below), likelihood, guide)
 
-    torch.manual_seed(0)
     x = torch.randn(10, 3)
     bnn, other = make(), make()
     names = {"net.weight", "net.weight.loc", "net.weight.scale"}
     assert bnn.guide().keys() == names
-    trace = poutine.trace(bnn.guide).get_trace()
-    assert names <= {*trace.stochastic_nodes}
-    before = {name: value.clone() for name, value in bnn.named_parameters() if value.requires_grad}
+    assert names <= {*poutine.trace(bnn.guide).get_trace().stochastic_nodes}
+    before = [p.clone() for p in bnn.net_guide.parameters()]
     history = bnn.fit([(x, x[:, :1])], functools.partial(torch.optim.Adam, lr=1e-2), 3)
     assert all(map(math.isfinite, history.loss))
-    assert any(not torch.equal(dict(bnn.named_parameters())[n], v) for n, v in before.items())
+    after = bnn.net_guide.parameters()
+    assert not all(map(torch.equal, before, after))
     other.load_state_dict(bnn.state_dict())
-    found = [
-        one.predict(x, num_predictions=4, aggregate=False) for one in map(seeded, (bnn, other))
-    ]
+    found = []
+    for one in (bnn, other):
+        torch.manual_seed(1)
+        found.append(one.predict(x, num_predictions=4, aggregate=False))
     assert torch.equal(*found)
     if isinstance(bnn.net_guide, PyroGuide) and guide is not autoguide.AutoNormalMessenger:
         assert bnn.net_guide.median().keys() == names
@@ -114,11 +111,6 @@ def test_variables_may_be_named_below_their_weight(guide):
         found = bnn.net_guide.get_detached_distributions()
         assert found["weight.scale"].sample().min() > 0
         assert found.keys() == {name.removeprefix("net.") for name in names}
-
-
-def seeded(bnn):
-    torch.manual_seed(1)
-    return bnn
 
 
 def test_samples_of_a_hierarchy_are_saved_with_its_own_variables(tmp_path):
@@ -148,13 +140,3 @@ def test_the_density_of_a_hierarchy_is_that_of_its_parts():
     expected += cauchy.log_prob(values["net.weight_local"]).sum()
     expected += td.Normal(0.0, scale).log_prob(values["net.weight"]).sum()
     torch.testing.assert_close(trace.log_prob_sum(), expected)
-
-
-def test_custom_priors_need_one_method():
-    class Half(Prior):
-        def prior_dist(self, name, module, param):
-            return dist.Normal(0.0, 0.5).expand(param.shape)
-
-    check_prior(Half(hide_parameters=["bias"]))
-    with pytest.raises(TypeError, match="abstract"):
-        Prior()

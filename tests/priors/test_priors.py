@@ -54,7 +54,7 @@ def test_dict_priors_take_both_spellings(spelled):
         f"{spelled}weight": dist.Laplace(1.0, 2.0).expand([1, 2]).to_event(2),
         f"{spelled}bias": dist.Normal(torch.ones(1), 1.0),
     }
-    found = DictPrior(priors).sites(nn.Linear(2, 1))
+    found = of(DictPrior(priors))
     assert list(found) == ["weight", "bias"]
     assert found["weight"].mean.unique() == 1.0
     assert found["bias"].event_shape == (1,)
@@ -85,13 +85,6 @@ def of(prior, inputs=2):
 def test_what_is_no_prior_is_refused(call, error, match):
     with pytest.raises(error, match=match):
         call()
-
-
-def test_dict_priors_may_be_joint_over_a_parameter():
-    joint = dist.MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
-    (site,) = DictPrior({"bias": joint}, expose=["bias"]).sites(nn.Linear(1, 2)).values()
-    assert site.event_shape == (2,)
-    assert site.covariance_matrix[0, 1] == 1.0
 
 
 def test_lambda_priors_see_name_module_and_parameter():

@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.nn as nn
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tyxe
 from tests.oracles.blocks import HEAD, Net
@@ -93,14 +91,6 @@ def test_modules_may_be_those_of_the_net_that_goes_in():
     assert pyro_sample_sites(bnn.net) == ["body.1.norm.weight", "body.1.norm.bias", *HEAD]
     with pytest.raises(ValueError, match="a Linear module, which the net does not have"):
         prior.sites(Net())
-
-
-@given(hidden=st.sets(st.sampled_from(ALL)))
-def test_hiding_and_exposing_by_name_are_complements(hidden):
-    shown = [name for name in ALL if name not in hidden]
-    assert sites(hide=sorted(hidden)) == shown
-    if shown:
-        assert sites(expose=shown) == shown
 
 
 WRONG = [
