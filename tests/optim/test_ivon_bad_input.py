@@ -42,25 +42,18 @@ def likelihood_only():
 
 def hierarchical():
     def prior(name, module, param):
-        def sample():
-            tau = pyro.sample(f"{name}.tau", dist.LogNormal(0.0, 1.0))
-            return dist.Normal(torch.zeros_like(param), tau)
-
-        return sample
+        return lambda: dist.Normal(
+            torch.zeros_like(param), pyro.sample(f"{name}.tau", dist.LogNormal(0.0, 1.0))
+        )
 
     return make(prior=tyxe.priors.LambdaPrior(prior))
-
-
-def joint():
-    bnn = make(guide=functools.partial(AutoDiagonalNormal, init_scale=0.1))
-    prior = bnn.net_guide.get_detached_distributions()
-    return make(prior=tyxe.priors.DictPrior(prior))
 
 
 def of_normal(prior=PRIOR, **options):
     return make(prior=prior, guide=functools.partial(AutoNormal, **options))
 
 
+MEDIAN = {"init_loc_fn": init_to_median}
 POSITIVE = IIDPrior(dist.LogNormal(0.0, 1.0), expose=["2.bias"])
 LAPLACE = IIDPrior(dist.Laplace(0, 1))
 BNNS = {
@@ -72,10 +65,7 @@ BNNS = {
     "fixed means": (lambda: of_normal(train_loc=False), "0.weight"),
     "fixed scales": (lambda: of_normal(train_scale=False), "0.weight"),
     "pruned weights": (pruned, "net.0.weight' with the posterior a PrunedNormal"),
-    "a constrained support": (
-        lambda: of_normal(POSITIVE, init_loc_fn=init_to_median),
-        "net.2.bias",
-    ),
+    "a constrained support": (lambda: of_normal(POSITIVE, **MEDIAN), "net.2.bias"),
     "another prior": (lambda: make(prior=LAPLACE), "net.0.weight.* and the prior a Laplace"),
     "a hierarchical prior": (hierarchical, "net.0.weight"),
     "half precision": (lambda: make().bfloat16(), "0.weight"),
@@ -135,27 +125,20 @@ def test_an_instance_has_to_hold_all_of_the_guide():
     rejects(bnn, ValueError, "net.0.weight", lambda: bnn.fit([(X, Y)], optimizer, 1))
 
 
-BAD = [("lr", 0.0), ("lr", "fast"), ("hess_init", -1.0), ("betas", (0.9, 1.0))]
-
-
-@pytest.mark.parametrize(("name", "value"), BAD)
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", 0.0), ("lr", "fast"), ("hess_init", -1.0), ("betas", (0.9, 1.0))]
+)
 def test_arguments_are_checked(name, value):
     with pytest.raises((TypeError, ValueError), match=f"{name} is "):
         IVON([torch.zeros(1)], **{"lr": 0.1, name: value})
 
 
 def test_a_loop_of_ones_own_is_an_error():
-    net = nn.Linear(2, 1)
+    net, bnn = nn.Linear(2, 1), make()
     before = net.weight.detach().clone()
-    optimizer = IVON(net.parameters(), lr=0.1)
     net(X).sum().backward()
-    with pytest.raises(RuntimeError, match=r"VariationalBNN\.fit"):
-        optimizer.step()
+    bnn.fit([(X, Y)], OPTIM, 1)  # whose optimiser has no step left
+    for optimizer in (IVON(net.parameters(), lr=0.1), bnn.optimizer):
+        with pytest.raises(RuntimeError, match=r"VariationalBNN\.fit"):
+            optimizer.step()
     assert torch.equal(net.weight, before)
-
-
-def test_a_step_more_than_the_fit_has_made_is_an_error():
-    bnn = make()
-    bnn.fit([(X, Y)], OPTIM, 1)
-    with pytest.raises(RuntimeError, match=r"VariationalBNN\.fit"):
-        bnn.optimizer.step()
