@@ -12,7 +12,9 @@ from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import tyxe
+from tests.oracles.nets import NetOf
 from tyxe.likelihoods import (
+    Bernoulli,
     Censored,
     HomoskedasticGaussian,
     Joint,
@@ -73,19 +75,17 @@ BASES = {
 @pytest.mark.parametrize(("base", "oracle"), BASES.values(), ids=BASES)
 def test_an_interval_has_the_integral_of_the_density(base, oracle):
     f, pairs = every_pair()
-    actual = Censored(base(18)).log_likelihood(f, pairs)
-    for found, one, (lower, upper) in zip(actual, f, pairs, strict=True):
-        density = oracle(float(one)).pdf
+    actual = Censored(base(18)).log_likelihood(f, pairs).exp()
+    for found, one, (lower, upper) in zip(actual.tolist(), f.tolist(), pairs.tolist(), strict=True):
+        known = oracle(one)
+        ends = max(lower, known.ppf(1e-13)), min(upper, known.isf(1e-13))
+        expected = 0.0
         if lower == upper:
-            expected = float(density(float(lower)))
-        else:
-            known = oracle(float(one))
-            ends = max(float(lower), known.ppf(1e-13)), min(float(upper), known.isf(1e-13))
+            expected = known.pdf(lower)
+        elif ends[0] < ends[1]:
             points = known.ppf([0.01, 0.5, 0.99])
-            expected = 0.0
-            if ends[0] < ends[1]:
-                expected, _ = scipy.integrate.quad(density, *ends, points=points, limit=200)
-        assert float(found.exp()) == pytest.approx(expected, rel=1e-7, abs=1e-12)
+            expected, _ = scipy.integrate.quad(known.pdf, *ends, points=points, limit=200)
+        assert found == pytest.approx(expected, rel=1e-7, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -131,36 +131,24 @@ def test_a_gaussian_has_the_hessian_of_each_target():
 
     weights = torch.cat([net.weight[0], net.bias]).detach()
     expected = torch.autograd.functional.hessian(loss, weights)
-    for structure in ("full", "kron", "diag"):
+    of_structure = {"full": lambda h: h, "diag": torch.diagonal, "kron": lambda h: h[-1, -1]}
+    for structure, part in of_structure.items():
         bnn = tyxe.LaplaceBNN(net, PRIOR, likelihood, structure=structure)
         bnn.fit_curvature([(x[:7], y[:7]), (x[7:], y[7:])])
         found = bnn.state.curvature.operator.to_dense()
-        if structure == "full":
-            torch.testing.assert_close(found, expected)
-        if structure == "diag":
-            torch.testing.assert_close(found.diagonal(), expected.diagonal())
-        else:
-            torch.testing.assert_close(found[-1, -1], expected[-1, -1])
+        torch.testing.assert_close(part(found), part(expected))
 
 
 def test_a_curvature_of_part_of_a_joint():
     x, pairs = torch.randn(18, 2).double(), every_pair()[1][:, None]
-    net, base = nn.Linear(2, 1).double(), HomoskedasticGaussian(18, scale=0.7)
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, inputs):
-            return {"a": self.net(inputs), "b": self.net(inputs)}
-
+    net, part = nn.Linear(2, 1).double(), Censored(HomoskedasticGaussian(18, scale=0.7))
+    two = NetOf(lambda own, x: {"a": own.net(x), "b": own.net(x)}, net=net)
+    joint = Joint(a=part, b=Poisson(18), weights={"b": 0})
     found = []
     for inner, likelihood, y in (
-        (net, Censored(base), pairs),
-        (Two(), Joint(a=Censored(base), b=Poisson(18), weights={"b": 0}), (pairs, pairs[..., 0])),
+        (net, part, pairs),
+        (two, joint, {"a": pairs, "b": torch.ones(18, 1)}),
     ):
-        y = y if isinstance(y, torch.Tensor) else {"a": y[0], "b": torch.ones(18, 1)}
         bnn = tyxe.LaplaceBNN(inner, PRIOR, likelihood)
         bnn.fit_curvature([(x, y)])
         found.append(bnn.state.curvature.operator.to_dense())
@@ -181,17 +169,16 @@ def test_censored_targets_are_made_of_bounds():
 
 
 def test_a_fit_finds_the_mean_that_censoring_hides():
-    torch.manual_seed(0)
-    x = torch.ones(4000, 1)
-    y = 1.0 + 0.5 * torch.randn(4000, 1)
+    x = torch.ones(1000, 1)
+    y = 1.0 + 0.5 * torch.randn(1000, 1)
     pairs = censored_targets(y.clamp(max=1.2), right=y > 1.2)
-    likelihood = Censored(HomoskedasticGaussian(4000, scale=1.0, learn_scale=True))
+    likelihood = Censored(HomoskedasticGaussian(1000, scale=1.0, learn_scale=True))
     bnn = tyxe.VariationalBNN(nn.Linear(1, 1, bias=False), PRIOR, likelihood, AutoDelta)
-    bnn.fit([(x, pairs)], functools.partial(torch.optim.Adam, lr=5e-2), 200, progress=False)
+    bnn.fit([(x, pairs)], functools.partial(torch.optim.Adam, lr=0.1), 60, progress=False)
     mean, spread = bnn.predict(x[:1])
-    # Standard errors are .008 and .007 where all numbers are known, and larger here.
-    assert float(mean) == pytest.approx(1.0, abs=0.05)
-    assert float(spread) == pytest.approx(0.5, abs=0.05)
+    # Standard errors are .016 and .013 where all numbers are known, and larger here.
+    assert float(mean) == pytest.approx(1.0, abs=0.06)
+    assert float(spread) == pytest.approx(0.5, abs=0.06)
     assert bnn.sample_predictive(x[:5], num_samples=7).shape == (7, 5, 1)
     lower, upper = bnn.interval(x[:5])
     assert lower.shape == upper.shape == (5, 1)
@@ -229,38 +216,31 @@ def test_tails_without_a_formula_are_those_of_the_cdf():
 
 
 def test_what_draws_or_linearises_labels_refuses_censored_ones():
-    x, pairs = torch.randn(18, 2).double(), every_pair()[1][:, None]
+    data = [(torch.randn(18, 2).double(), every_pair()[1][:, None])]
     likelihood = Censored(HomoskedasticGaussian(18, scale=0.7))
     bnn = tyxe.VariationalBNN(nn.Linear(2, 1).double(), PRIOR, likelihood, tyxe.guides.AutoNormal)
-    adam = torch.optim.Adam
-    with pytest.raises(TypeError, match="curvature='hessian' or 'empirical'"):  # noqa: SIM117
-        with tyxe.poutine.variational_laplace():
-            bnn.fit([(x, pairs)], adam, 1, progress=False)
+    refused = pytest.raises(TypeError, match="curvature='hessian' or 'empirical'")
+    with refused, tyxe.poutine.variational_laplace():
+        bnn.fit(data, torch.optim.Adam, 1, progress=False)
     with tyxe.poutine.variational_laplace("hessian"):
-        bnn.fit([(x, pairs)], adam, 1, progress=False)
+        bnn.fit(data, torch.optim.Adam, 1, progress=False)
     laplace = tyxe.LaplaceBNN(nn.Linear(2, 1).double(), PRIOR, likelihood, structure="full")
-    laplace.fit([(x, pairs)], adam, 1, progress=False)
+    laplace.fit(data, torch.optim.Adam, 1, progress=False)
     with pytest.raises(TypeError, match="refine takes no censored targets"):
-        laplace.refine([(x, pairs)])
+        laplace.refine(data)
 
 
-@pytest.mark.parametrize("name", ["weights of positives", "weights of tasks"])
-def test_variational_laplace_refuses_weights_within_points(name):
+@pytest.mark.parametrize("of_tasks", [False, True])
+def test_variational_laplace_refuses_weights_within_points(of_tasks):
     x, y = torch.randn(6, 2), (torch.arange(6) % 2)[:, None].float()
-    likelihood = tyxe.likelihoods.Bernoulli(6, pos_weight=2.0)
-    net = nn.Linear(2, 1)
-    if name == "weights of tasks":
-        likelihood = Joint(a=tyxe.likelihoods.Bernoulli(6), weights={"a": 2.0})
-        net, y = nn.Sequential(net, Named()), {"a": y}
+    net, likelihood = nn.Linear(2, 1), Bernoulli(6, pos_weight=2.0)
+    if of_tasks:
+        net, y = NetOf(lambda own, x: {"a": own.net(x)}, net=net), {"a": y}
+        likelihood = Joint(a=Bernoulli(6), weights={"a": 2.0})
     bnn = tyxe.VariationalBNN(net, PRIOR, likelihood, tyxe.guides.AutoNormal)
-    with pytest.raises(ValueError, match="counts each point once"):  # noqa: SIM117
-        with tyxe.poutine.variational_laplace():
-            bnn.fit([(x, y)], torch.optim.Adam, 1, progress=False)
-
-
-class Named(nn.Module):
-    def forward(self, outputs):
-        return {"a": outputs}
+    refused = pytest.raises(ValueError, match="counts each point once")
+    with refused, tyxe.poutine.variational_laplace():
+        bnn.fit([(x, y)], torch.optim.Adam, 1, progress=False)
 
 
 # --- ordinal ------------------------------------------------------------------------------------
@@ -292,24 +272,19 @@ def test_gradients_of_cut_points_are_those_of_differences():
     assert torch.autograd.gradcheck(value, given)
 
 
-@pytest.mark.parametrize("float_targets", [False, True])
-def test_a_fit_learns_cut_points(float_targets):
-    torch.manual_seed(0)
-    x = torch.randn(2000, 1)
-    truth = Ordinal(2000, 3, cut_points=torch.tensor([-1.5, 0.5]))
-    y = truth.sample(2.0 * x)
-    if float_targets:
-        y = y.float()
-        y[::50] = torch.nan
-    bnn = tyxe.VariationalBNN(nn.Linear(1, 1, bias=False), PRIOR, Ordinal(2000, 3), AutoDelta)
-    bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=5e-2), 150, progress=False)
-    # Standard errors are about .08.
-    torch.testing.assert_close(
-        bnn.likelihood.cut_points.detach(), truth.cut_points.detach(), rtol=0, atol=0.3
-    )
+def test_a_fit_learns_cut_points():
+    x = torch.randn(1000, 1)
+    truth = Ordinal(1000, 3, cut_points=torch.tensor([-1.5, 0.5]))
+    y = truth.sample(2.0 * x).float()
+    y[::50] = torch.nan
+    bnn = tyxe.VariationalBNN(nn.Linear(1, 1, bias=False), PRIOR, Ordinal(1000, 3), AutoDelta)
+    bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=0.1), 80, progress=False)
+    # Standard errors are about .11.
+    cuts = bnn.likelihood.cut_points.detach()
+    torch.testing.assert_close(cuts, truth.cut_points.detach(), rtol=0, atol=0.4)
     predictions = bnn.predict(x)
-    assert predictions.shape == (2000, 3)
-    torch.testing.assert_close(predictions.exp().sum(-1), torch.ones(2000))
+    assert predictions.shape == (1000, 3)
+    torch.testing.assert_close(predictions.exp().sum(-1), torch.ones(1000))
     found = tyxe.diagnostics.scores(bnn, [(x, y)], 1)
     assert 0.2 < found["error"] < 0.45
     assert "Brier score" in found

@@ -1,5 +1,6 @@
 """A joint likelihood is the product of its parts, under every kind of inference."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -10,9 +11,12 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL, mean_field
+from tests.oracles.nets import NetOf
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.curvature import collect_curvature
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian, Joint, Poisson
+from tyxe.priors import IIDPrior
 
 # A joint likelihood of some of the outputs leaves the heads of the others without data.
 pytestmark = pytest.mark.filterwarnings("ignore:the net's outputs do not depend on")
@@ -22,6 +26,7 @@ KINDS = torch.tensor([0, 1, 2, 0, 1, 2])
 SIZES = torch.linspace(-1, 1, 12).view(6, 2).double()
 COUNTS = torch.arange(6)
 TARGETS = {"kind": KINDS, "size": SIZES, "count": COUNTS}
+LOADER = [(X, TARGETS)]
 
 
 class Net(nn.Module):
@@ -43,29 +48,24 @@ class Net(nn.Module):
         return tuple(found.values()) if self.returns == "tuple" else found[self.returns]
 
 
+PARTS = {
+    "kind": Categorical,
+    "size": functools.partial(HomoskedasticGaussian, scale=0.5),
+    "count": Poisson,
+}
+
+
 def part(name, size=6):
-    return {
-        "kind": Categorical(size),
-        "size": HomoskedasticGaussian(size, scale=0.5),
-        "count": Poisson(size),
-    }[name]
+    return PARTS[name](size)
 
 
 def joint(size=6):
     return Joint(**{name: part(name, size) for name in TARGETS})
 
 
-def prior():
-    return tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-
-
 def variational(likelihood=None, returns="mapping", **options):
     guide = functools.partial(tyxe.guides.AutoNormal, init_scale=0.1)
-    return tyxe.VariationalBNN(Net(returns), prior(), likelihood or joint(), guide, **options)
-
-
-def loader(targets=TARGETS):
-    return [(X, targets)]
+    return tyxe.VariationalBNN(Net(returns), NORMAL, likelihood or joint(), guide, **options)
 
 
 @pytest.mark.parametrize("returns", ["mapping", "tuple"])
@@ -84,25 +84,23 @@ def test_the_elbo_is_that_of_the_product(returns):
     assert terms.points == 6
 
 
+def seeded(call, *arguments, **options):
+    torch.manual_seed(1)
+    return call(*arguments, num_predictions=5, **options)
+
+
 def test_predictions_and_scores_are_those_of_each_part_at_equal_draws():
     bnn = variational()
-    torch.manual_seed(1)
-    found = bnn.predict(X, num_predictions=5)
-    torch.manual_seed(1)
-    errors, log_likelihoods = bnn.evaluate(X, TARGETS, num_predictions=5)
-    torch.manual_seed(1)
-    by_loader = bnn.evaluate(loader(), num_predictions=5)
-    torch.testing.assert_close((errors, log_likelihoods), by_loader)
+    found = seeded(bnn.predict, X)
+    errors, log_likelihoods = scores = seeded(bnn.evaluate, X, TARGETS)
+    torch.testing.assert_close(scores, seeded(bnn.evaluate, LOADER))
     assert set(errors) == set(TARGETS)
     for name, target in TARGETS.items():
         one = variational(part(name), name)
-        torch.manual_seed(1)
-        torch.testing.assert_close(found[name], one.predict(X, num_predictions=5))
-        torch.manual_seed(1)
-        expected = one.evaluate(X, target, num_predictions=5)
+        torch.testing.assert_close(found[name], seeded(one.predict, X))
+        expected = seeded(one.evaluate, X, target)
         torch.testing.assert_close((errors[name], log_likelihoods[name]), expected)
-    torch.manual_seed(1)
-    outputs = bnn.predict(X, num_predictions=5, aggregate=False)
+    outputs = seeded(bnn.predict, X, aggregate=False)
     each = sum(
         torch.stack([part(n).log_likelihood(f, TARGETS[n]) for f in outputs[n]]) for n in TARGETS
     )
@@ -120,21 +118,23 @@ def test_reductions(reduction, aggregate):
     assert {found.shape for found in (*errors.values(), *logs.values())} == {torch.Size(shape)}
 
 
+def test_the_curvature_is_the_sum_of_those_of_the_parts():
+    shared = IIDPrior(dist.Normal(0.0, 1.0), expose_modules=["body.0"])
+
+    def curvature(net, likelihood, targets):
+        bnn = tyxe.LaplaceBNN(net, shared, likelihood)
+        batches = [*bnn._to_fit([(X, targets)])]
+        found = collect_curvature(bnn._linearize, likelihood, batches, "full")
+        return found.operator.to_dense()
+
+    of_parts = [curvature(Net(name), part(name), target) for name, target in TARGETS.items()]
+    torch.testing.assert_close(curvature(Net(), joint(), TARGETS), sum(of_parts))
+
+
 @pytest.mark.parametrize("structure", ["full", "diag", "kron", "lowrank"])
-def test_the_curvature_is_the_sum_of_those_of_the_parts(structure):
-    make = functools.partial(tyxe.LaplaceBNN, structure=structure)
-    rules = {"expose_all": False, "expose_modules": ["body.0"]}
-    shared = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), **rules)
-    bnn = make(Net(), shared, joint())
-    batches = [*bnn._to_fit(loader())]
-    found = collect_curvature(bnn._linearize, bnn.likelihood, batches, "full").operator.to_dense()
-    expected = 0.0
-    for name, target in TARGETS.items():
-        one = make(Net(name), shared, part(name))
-        each = collect_curvature(one._linearize, one.likelihood, [(X, target)], "full")
-        expected += each.operator.to_dense()
-    torch.testing.assert_close(found, expected)
-    bnn.fit_curvature(loader())
+def test_every_structure_takes_it(structure):
+    bnn = tyxe.LaplaceBNN(Net(), NORMAL, joint(), structure=structure)
+    bnn.fit_curvature(LOADER)
     assert bnn.predict(X)["size"][1].shape == (6, 2)
     assert set(bnn.evaluate(X, TARGETS)[1]) == {*TARGETS, "joint"}
 
@@ -149,10 +149,16 @@ def test_linearised_predictions_are_those_of_each_part():
 
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+DROPPED = nn.Sequential(nn.Dropout(0.2), Net())
 
 
-def dropped():
-    return nn.Sequential(nn.Dropout(0.2), Net())
+def of_chains():
+    sgld = functools.partial(tyxe.samplers.SGLD, lr=1e-3)
+    return tyxe.MCMC_BNN(Net(), NORMAL, joint(), sgld)
+
+
+def of_members():
+    return tyxe.EnsembleBNN(lambda i: mean_field(Net(seed=i), joint()), 2)
 
 
 @pytest.mark.parametrize(
@@ -160,41 +166,22 @@ def dropped():
     [
         (variational, (ADAM, 3), tyxe.poutine.local_reparameterization),
         (variational, (ADAM, 3), tyxe.poutine.variational_laplace),
-        (lambda: tyxe.LaplaceBNN(Net(), prior(), joint()), (ADAM, 3), None),
-        (lambda: tyxe.SWAG_BNN(Net(), prior(), joint(), rank=2), (ADAM, 8), None),
-        (lambda: tyxe.DropoutBNN(dropped(), joint()), (ADAM, 2), None),
-        (
-            lambda: tyxe.MCMC_BNN(
-                Net(), prior(), joint(), functools.partial(tyxe.samplers.SGLD, lr=1e-3)
-            ),
-            (3,),
-            None,
-        ),
-        (
-            lambda: tyxe.EnsembleBNN(
-                lambda i: tyxe.VariationalBNN(
-                    Net(seed=i), prior(), joint(), tyxe.guides.AutoNormal
-                ),
-                2,
-            ),
-            (ADAM, 2),
-            None,
-        ),
+        (lambda: tyxe.LaplaceBNN(Net(), NORMAL, joint()), (ADAM, 3), contextlib.nullcontext),
+        (lambda: tyxe.SWAG_BNN(Net(), NORMAL, joint(), rank=2), (ADAM, 8), contextlib.nullcontext),
+        (lambda: tyxe.DropoutBNN(DROPPED, joint()), (ADAM, 2), contextlib.nullcontext),
+        (of_chains, (3,), contextlib.nullcontext),
+        (of_members, (ADAM, 2), contextlib.nullcontext),
     ],
 )
 def test_every_wrapper_takes_it(make, arguments, handler):
-    torch.manual_seed(0)
     bnn = make()
-    if handler is None:
-        bnn.fit(loader(), *arguments)
-    else:
-        with handler():
-            bnn.fit(loader(), *arguments)
+    with handler():
+        bnn.fit(LOADER, *arguments)
     found = bnn.predict(X, num_predictions=3)
     assert found["kind"].shape == (6, 3)
     assert found["size"][0].shape == (6, 2)
     assert found["count"].shape == (6,)
-    errors, logs = bnn.evaluate(loader(), num_predictions=3)
+    errors, logs = bnn.evaluate(LOADER, num_predictions=3)
     assert set(errors) == set(TARGETS)
     assert bool(torch.stack([*logs.values()]).isfinite().all())
     samples = bnn.sample_predictive(X, num_samples=4)
@@ -205,78 +192,73 @@ def test_every_wrapper_takes_it(make, arguments, handler):
 
 
 def test_potentials_are_those_of_the_product():
-    draws = []
+    draws, one = [], PARTS["size"](6)
     kernel = tyxe.samplers.HMC(adapt_step_size=False, adapt_mass_matrix=False, step_size=0.01)
-    one = HomoskedasticGaussian(6, scale=0.5)
-    for net, likelihood, target in (
-        (Net("size"), one, SIZES),
-        (nn.Sequential(Net("size")), Joint(size=one), {"size": SIZES}),
+    as_mapping = NetOf(lambda net, x: {"size": net.inner(x)}, inner=Net("size"))
+    for net, likelihood, target, site in (
+        (Net("size"), one, SIZES, "net.body.0.weight"),
+        (as_mapping, Joint(size=one), {"size": SIZES}, "net.inner.body.0.weight"),
     ):
-        if isinstance(net, nn.Sequential):
-            net = OnlySize()
         torch.manual_seed(1)
-        bnn = tyxe.MCMC_BNN(net, prior(), likelihood, kernel)
+        bnn = tyxe.MCMC_BNN(net, NORMAL, likelihood, kernel)
         run = bnn.fit([(X, target)], 3, warmup_steps=2, num_chains=1, compile=False)
-        draws.append(run.get_samples()["net.body.0.weight"])
-    torch.testing.assert_close(draws[0], draws[1])
-
-
-class OnlySize(Net):
-    """One output, as a mapping."""
-
-    def forward(self, x):
-        return {"size": super().forward(x)["size"]}
+        draws.append(run.get_samples()[site])
+    torch.testing.assert_close(*draws)
 
 
 def test_labels_that_are_ignored_count_in_the_other_parts():
-    likelihood = Joint(kind=Categorical(6, ignore_index=-100), size=part("size"))
+    bnn = variational(Joint(kind=Categorical(6, ignore_index=-100), size=part("size")))
     kinds = KINDS.clone()
     kinds[2] = -100
-    bnn = variational(likelihood)
-    targets = {"kind": kinds, "size": SIZES}
-    ((_, packed),) = bnn._to_fit([(X, targets)])
-    net = bnn.to_module()(X)
-    expected = part("size").log_likelihood(net["size"], SIZES)
-    each = part("kind").log_likelihood(net["kind"], KINDS)
-    expected = expected + each * (kinds >= 0)
-    found = bnn.likelihood.log_likelihood(bnn.likelihood.from_net(net), packed)
+    ((_, packed),) = bnn._to_fit([(X, {"kind": kinds, "size": SIZES})])
+    outputs = bnn.to_module()(X)
+    expected = part("size").log_likelihood(outputs["size"], SIZES)
+    expected += part("kind").log_likelihood(outputs["kind"], KINDS) * (kinds >= 0)
+    found = bnn.likelihood.log_likelihood(bnn.likelihood.from_net(outputs), packed)
     torch.testing.assert_close(found, expected)
 
 
 def test_variables_of_parts_are_sites_and_copies_keep_their_shapes():
-    likelihood = Joint(
-        kind=part("kind"), size=HomoskedasticGaussian(6, scale=dist.LogNormal(0.0, 1.0))
-    )
+    noisy = HomoskedasticGaussian(6, scale=dist.LogNormal(0.0, 1.0))
+    likelihood = Joint(kind=part("kind"), size=noisy)
     bnn = variational(likelihood, likelihood_guide_builder=tyxe.guides.AutoNormal)
-    bnn.fit([(X, {"kind": KINDS, "size": SIZES})], ADAM, 3)
+    data = [(X, {"kind": KINDS, "size": SIZES})]
+    history = bnn.fit(data, ADAM, 3, validation=data)
+    assert len(history.validation) == 3
     assert list(bnn.likelihood_guide.median()) == ["likelihood.size.scale"]
     expected = bnn.predict(X, num_predictions=0)
     for copied in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
         torch.testing.assert_close(copied.predict(X, num_predictions=0), expected)
-    ensemble = bnn.to_ensemble(3)
-    assert ensemble(X)["size"][1].shape == (6, 2)
+    assert bnn.to_ensemble(3)(X)["size"][1].shape == (6, 2)
     assert set(bnn.to_module()(X)) == set(TARGETS)
 
 
-def test_held_out_data_within_a_fit():
-    history = variational().fit(loader(), ADAM, 3, validation=loader())
-    assert len(history.validation) == 3
+BAD_OUTPUTS = [
+    (Joint(other=Poisson(6)), "mapping", r"outputs are .*of kind, size, count; expected .*other"),
+    (Joint(kind=part("kind")), "tuple", r"outputs are a tuple of 3; expected"),
+    (joint(), "kind", r"outputs are a Tensor"),
+]
+BAD_TARGETS = [
+    ({"kind": KINDS}, ValueError, r"targets are .*of kind; expected"),
+    ((KINDS, SIZES, 3), TypeError, "count of the targets is 3; expected a tensor"),
+    ((KINDS, SIZES, -COUNTS - 1), ValueError, "targets lie outside the support of Poisson"),
+]
 
 
-def test_bad_outputs_and_targets():
-    with pytest.raises(ValueError, match=r"outputs are .*of kind, size, count; expected .*other"):
-        variational(Joint(other=Poisson(6))).predict(X)
-    with pytest.raises(ValueError, match=r"outputs are a tuple of 3; expected"):
-        variational(Joint(kind=part("kind")), "tuple").predict(X)
-    with pytest.raises(ValueError, match=r"outputs are a Tensor"):
-        variational(joint(), "kind").predict(X)
+@pytest.mark.parametrize(("likelihood", "returns", "message"), BAD_OUTPUTS)
+def test_bad_outputs(likelihood, returns, message):
+    with pytest.raises(ValueError, match=message):
+        variational(likelihood, returns).predict(X)
+
+
+@pytest.mark.parametrize(("targets", "error", "message"), BAD_TARGETS)
+def test_bad_targets(targets, error, message):
+    with pytest.raises(error, match=message):
+        variational().fit([(X, targets)], ADAM, 1)
+
+
+def test_what_several_targets_have_not():
     bnn = variational()
-    with pytest.raises(ValueError, match=r"targets are .*of kind; expected"):
-        bnn.fit([(X, {"kind": KINDS})], ADAM, 1)
-    with pytest.raises(TypeError, match="count of the targets is 3; expected a tensor"):
-        bnn.fit([(X, (KINDS, SIZES, 3))], ADAM, 1)
-    with pytest.raises(ValueError, match="targets lie outside the support of Poisson"):
-        bnn.fit([(X, (KINDS, SIZES, -COUNTS - 1))], ADAM, 1)
     with pytest.raises(TypeError, match="no order and so no interval"):
         bnn.interval(X)
     with pytest.raises(TypeError, match="a Joint has several targets"):
