@@ -33,19 +33,17 @@ from tyxe.guides import (
     stationary_scale,
 )
 from tyxe.priors import BinaryPrior, IIDPrior, LambdaPrior
-from tyxe.priors.sites import SitePriors
 
-POSITIVE = dist.LogNormal(0.0, 1.0)
+NORMAL, POSITIVE = dist.Normal(0.0, 1.0), dist.LogNormal(0.0, 1.0)
 VALUE, TYPE = ValueError, TypeError
 
 
-def normal(prior=None, guide=AutoNormal, **options):
-    return guide(program() if prior is None else program(prior=prior), **options)
+def normal(prior=NORMAL, guide=AutoNormal, **options):
+    return guide(program(prior=prior), **options)
 
 
-def inducing(prior=None, **options):
-    module = sites_of(mlp()) if prior is None else sites_of(mlp(), prior)
-    return AutoInducing(module, **{**SMALL, **options})
+def inducing(*prior, **options):
+    return AutoInducing(sites_of(mlp(), *prior), **{**SMALL, **options})
 
 
 def bernoulli(**options):
@@ -62,22 +60,17 @@ def at(value):
 
 def of_hierarchy(guide=AutoNormal, **options):
     def prior(name, module, param):
-        return lambda: dist.Normal(
-            pyro.sample(f"{name}_mean", dist.Normal(param.new_zeros(()), 1.0)), 1.0
-        ).expand(param.shape)
+        mean = dist.Normal(param.new_zeros(()), 1.0)
+        return lambda: dist.Normal(pyro.sample(f"{name}_mean", mean), 1.0).expand(param.shape)
 
-    net = wide_net()
-    return guide(SitePriors(LambdaPrior(prior).sites(net), net), **options)
+    return guide(sites_of(wide_net(), LambdaPrior(prior)), **options)
 
 
 def one_of(prior):
     """Return a prior of which one bias has another distribution."""
-
-    def by_site(name, module, param):
-        base = prior if name == "2.bias" else dist.Normal(0.0, 1.0)
-        return base.expand(param.shape)
-
-    return LambdaPrior(by_site)
+    return LambdaPrior(
+        lambda name, _, param: (prior if name == "2.bias" else NORMAL).expand(param.shape)
+    )
 
 
 def pruned(function, keep):
@@ -85,7 +78,7 @@ def pruned(function, keep):
     function(guide if function is prune_inducing_ else guide.rest, keep)
 
 
-CAUCHY, NORMAL, ROW = dist.Cauchy(0.0, 1.0), dist.Normal(0.0, 1.0), torch.zeros(1, 3)
+CAUCHY, ROW = dist.Cauchy(0.0, 1.0), torch.zeros(1, 3)
 NO_BIAS = PretrainedInitializer({"weight": torch.zeros(2, 3)})
 radial = functools.partial(normal, guide=AutoRadial)
 STARTS = (
@@ -97,12 +90,7 @@ STARTS = (
     (lambda: radial(init_scale=0.5, max_guide_scale=0.5), VALUE, "not below max_guide_scale 0.5"),
     (lambda: normal(init_loc_fn=3), TYPE, "init_loc_fn is 3; expected a function, such as tyxe"),
     (lambda: normal(max_guide_scale=0.0), VALUE, "max_guide_scale is 0.0"),
-    (lambda: normal(max_guide_scale=math.nan), VALUE, "max_guide_scale is nan"),
-    (
-        lambda: normal(init_loc_fn=lambda _: ROW),
-        VALUE,
-        r"\(1, 3\); expected \(2, 3\), that of .*'n",
-    ),
+    (lambda: normal(init_loc_fn=lambda _: ROW), VALUE, r"\(1, 3\); expected \(2, 3\), that of "),
     (lambda: normal(POSITIVE, init_loc_fn=init_to_zero), VALUE, "not inside .*init_to_median"),
     (lambda: AutoNormal(at(math.nan)), VALUE, r"the net's net\.bias is not finite"),
     (lambda: PyroGuide.build(autoguide.AutoDelta, at(math.inf)), VALUE, r"net\.bias is not finite"),
@@ -125,18 +113,18 @@ BINARY = (
     (lambda: BinaryPrior(delta=-0.1), VALUE, r"delta is -0\.1"),
     (lambda: BinaryPrior(scale=0), VALUE, "scale is 0"),
     (lambda: BinaryPrior(scale="fan"), VALUE, "method is 'fan'; expected one of 'radford'"),
-    (
-        lambda: AutoBernoulli(Noise()),
-        VALUE,
-        "'likelihood.sign' is no parameter of a net.*init=tyxe.guides.init_to_zero",
-    ),
+    (lambda: AutoBernoulli(Noise()), VALUE, "no parameter of a net.*init=tyxe.guides.init_to_zero"),
     (lambda: make_binary(IIDPrior(dist.Bernoulli(0.5))), VALUE, "has the support Boolean"),
     (lambda: make_binary(IIDPrior(NORMAL)), VALUE, r"support Real\(\), .* two values, -s and s"),
     (lambda: make_binary(guide=AutoNormal), VALUE, "'net.0.weight' is discrete.*tyxe.guides.AutoB"),
 )
 
 WIDE, FEW = sites_of(wide_net()), {"inducing_rows": 4, "inducing_cols": 5}
-OTHER_COLS, ONE_LAYER = {"0.weight": 2, "2.weight": 3}, {"0.weight": 2, "2.weight": None}
+OTHER_COLS = {"0.weight": 2, "2.weight": 3}
+ONE_LAYER = {
+    "inducing_rows": {"0.weight": 2, "2.weight": None},
+    "mean_field": autoguide.AutoDelta,
+}
 INDUCING = (
     (lambda: inducing(inducing_rows=0), VALUE, "rows of '0.weight' is 0; expected 1 or more"),
     (lambda: inducing(inducing_cols=1.5), VALUE, "is 1.5; expected a number above 0 and at"),
@@ -145,11 +133,7 @@ INDUCING = (
     (lambda: inducing(inducing_rows=None), TYPE, "inducing_rows is None; expected an integer"),
     (lambda: inducing(inducing_rows={"0.weight": 2}), VALUE, "has no size for 2.weight; give"),
     (lambda: inducing(inducing_rows={"1.weight": 2}), VALUE, "no site '1.weight'; expected one of"),
-    (
-        lambda: AutoInducing(WIDE, 30, 21),
-        VALUE,
-        "no layer .*: take smaller sizes, say everywhere=T",
-    ),
+    (lambda: AutoInducing(WIDE, 30, 21), VALUE, "no layer .*: take smaller sizes, say every"),
     (lambda: inducing(q_inducing="low"), VALUE, "q_inducing is 'low'; expected one of 'diago"),
     (lambda: inducing(ensemble_size=0), VALUE, "ensemble_size is 0"),
     (lambda: inducing(dataset_size=0), VALUE, "dataset_size is 0"),
@@ -160,18 +144,10 @@ INDUCING = (
     (lambda: inducing(max_scale_u=1e-3), VALUE, "is not below max_scale_u 0.001"),
     (lambda: inducing(hierarchical=(1, 1), whitened=False), VALUE, "stack whitened ones"),
     (lambda: inducing(hierarchical=(5, 1)), VALUE, r"from 1 to the stack's size \(4, 2\)"),
-    (
-        lambda: inducing(hierarchical=(1, 1), inducing_cols=OTHER_COLS),
-        VALUE,
-        "as many columns; .* 3",
-    ),
+    (lambda: inducing(hierarchical=(1, 1), inducing_cols=OTHER_COLS), VALUE, "as many columns"),
     (lambda: inducing(q_induced=3), TYPE, "q_induced"),
     (lambda: inducing(options=InducingOptions(), max_lambda=0.1), TYPE, "max_lambda given besides"),
-    (
-        lambda: inducing(inducing_rows=ONE_LAYER, mean_field=autoguide.AutoDelta),
-        TYPE,
-        "an AutoDelta",
-    ),
+    (lambda: inducing(**ONE_LAYER), TYPE, "an AutoDelta"),
     (lambda: inducing(one_of(dist.Normal(0.1, 1.0))), VALUE, "which '2.bias' has not: use su"),
     (lambda: inducing(one_of(POSITIVE)), VALUE, "each site, which '2.bias' has not"),
     (lambda: of_hierarchy(AutoInducing, **FEW), VALUE, "one fixed .* which '0.weight' has not"),
@@ -179,7 +155,7 @@ INDUCING = (
 
 PRUNING = (
     *(
-        (functools.partial(pruned, function, keep), ValueError, "keep is")
+        (functools.partial(pruned, function, keep), VALUE, "keep is")
         for function in (prune_, prune_inducing_)
         for keep in (0.0, 1.1, 1e-9)
     ),

@@ -16,9 +16,11 @@ from tyxe import guides
 from tyxe.guides.init import init_to_median
 from tyxe.util import fan_in_fan_out
 
-# --- initial values -------------------------------------------------------------------------------
-
 LARGE = nn.Sequential(nn.Conv2d(16, 24, 5, groups=2), nn.Linear(100, 120))
+
+
+def started(initializer, net=None, **options):
+    return guides.AutoNormal(program(net, **options), init_loc_fn=initializer)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ LARGE = nn.Sequential(nn.Conv2d(16, 24, 5, groups=2), nn.Linear(100, 120))
 )
 @pytest.mark.parametrize("index", [0, 1])
 def test_initial_draws_have_their_standard_deviation(initializer, std_of, index):
-    guide = guides.AutoNormal(program(LARGE), init_loc_fn=initializer)
+    guide = started(initializer, LARGE)
     loc = guide.get_loc(f"{index}.weight").detach()
     expected = std_of(*fan_in_fan_out(LARGE[index].weight, LARGE[index]))
     n = loc.numel()
@@ -50,18 +52,17 @@ def test_initial_draws_have_their_standard_deviation(initializer, std_of, index)
     assert abs(bias.std() - 1) < 6 / math.sqrt(2 * len(bias))
 
 
-def test_fixed_initial_values():
-    for initializer, value in (
+@pytest.mark.parametrize(
+    ("initializer", "value"),
+    [
         (guides.init_to_zero, 0.0),
         (guides.init_to_zero(), 0.0),
+        (guides.init_to_constant, 0.0),
         (guides.init_to_constant(constant=2.0), 2.0),
-    ):
-        guide = guides.AutoNormal(program(), init_loc_fn=initializer)
-        assert guide.get_loc("weight").unique().tolist() == [value]
-    assert (
-        guides.AutoNormal(program(), init_loc_fn=guides.init_to_constant).get_loc("bias").unique()
-        == 0.0
-    )
+    ],
+)
+def test_fixed_initial_values(initializer, value):
+    assert started(initializer).get_loc("weight").unique().tolist() == [value]
 
 
 @pytest.mark.parametrize(
@@ -77,16 +78,12 @@ def test_fixed_initial_values():
     ],
 )
 def test_medians_in_closed_form(prior, median):
-    guide = guides.AutoNormal(program(prior=prior), init_loc_fn=init_to_median)
-    torch.testing.assert_close(
-        guide.median()["net.weight"], torch.full((2, 3), median), rtol=1e-5, atol=1e-6
-    )
+    found = started(init_to_median, prior=prior).median()["net.weight"]
+    torch.testing.assert_close(found, torch.full((2, 3), median), rtol=1e-5, atol=1e-6)
 
 
 def test_medians_of_samples_where_there_is_no_closed_form():
-    guide = guides.AutoNormal(
-        program(prior=dist.Gamma(4.0, 2.0)), init_loc_fn=init_to_median(num_samples=4000)
-    )
+    guide = started(init_to_median(num_samples=4000), prior=dist.Gamma(4.0, 2.0))
     reference = stats.gamma(4.0, scale=0.5)
     # The standard error of a sample median is 1 / (2 f(m) sqrt(n)).
     error = 1 / (2 * reference.pdf(reference.median()) * math.sqrt(4000))
@@ -94,43 +91,37 @@ def test_medians_of_samples_where_there_is_no_closed_form():
     assert bool(((found - reference.median()).abs() < 6 * error).all())
 
 
-class Tied(nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
+def tied():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    return nn.Sequential(first, second)
 
 
 @pytest.mark.parametrize("prefix", ["net", ""])
-@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), Tied])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 2), tied])
 def test_pretrained_values_in_either_spelling(prefix, make):
     net = make()
-    start = guides.PretrainedInitializer.from_net(net, prefix=prefix)
-    guide = guides.AutoNormal(program(make()), init_loc_fn=start)
+    guide = started(guides.PretrainedInitializer.from_net(net, prefix=prefix), make())
     for name, parameter in net.named_parameters():
         assert torch.equal(guide.get_loc(name), parameter)
         assert guide.get_loc(name).data_ptr() != parameter.data_ptr()
 
 
 def test_pretrained_values_follow_the_site_and_not_the_net():
-    net = nn.Linear(3, 2)
-    start = guides.PretrainedInitializer.from_net(net.double())
-    before = start.values["net.weight"].clone()
+    net = nn.Linear(3, 2).double()
+    start = guides.PretrainedInitializer.from_net(net)
+    before = net.weight.detach().clone()
     with torch.no_grad():
         net.weight.zero_()
-    guide = guides.AutoNormal(program(nn.Linear(3, 2)), init_loc_fn=start)
-    assert guide.get_loc("weight").dtype == torch.float32
-    torch.testing.assert_close(guide.get_loc("weight").double(), before, rtol=1e-6, atol=1e-7)
+    found = started(start).get_loc("weight")
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), before, rtol=1e-6, atol=1e-7)
 
 
 def test_pretrained_values_of_constrained_sites_are_values():
     value = torch.rand(2, 3) + 0.5
     start = guides.PretrainedInitializer({"weight": value})
-    guide = guides.AutoNormal(
-        program(nn.Linear(3, 2, bias=False), dist.Gamma(1.0, 1.0)), init_loc_fn=start
-    )
+    guide = started(start, nn.Linear(3, 2, bias=False), prior=dist.Gamma(1.0, 1.0))
     torch.testing.assert_close(guide.median()["net.weight"], value)
 
 

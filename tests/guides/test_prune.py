@@ -12,34 +12,35 @@ import tyxe
 from tests.oracles.inducing import data, make, program, wide_net
 from tyxe.testing import check_guide
 
+ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+
+
+def both_maps(tensors_of_sides):
+    return torch.cat([tensors["0.weight"].flatten() for tensors in tensors_of_sides])
+
 
 def test_pruned_maps_stay_pruned():
     x, y = data(inputs=20, outputs=2)
     builder = functools.partial(tyxe.guides.AutoInducing, inducing_rows=4, inducing_cols=5)
-    bnn = make(builder, wide_net().double())
+    bnn, other = (make(builder, wide_net().double()) for _ in range(2))
     guide = bnn.net_guide
     before, size = tyxe.guides.parameter_count(guide), 4 * 30 + 5 * 21
-    entries = torch.cat(
-        [guide.row_maps["0.weight"].flatten(), guide.column_maps["0.weight"].flatten()]
-    )
+    entries = both_maps([guide.row_maps, guide.column_maps])
     tyxe.guides.prune_inducing_(guide, keep=0.4)
     assert before - tyxe.guides.parameter_count(guide) == size - round(0.4 * size)
-    kept = torch.cat(
-        [guide.kept_rows["0.weight"].flatten(), guide.kept_columns["0.weight"].flatten()]
-    )
+    kept = both_maps([guide.kept_rows, guide.kept_columns])
     assert entries[kept].abs().min() >= entries[~kept].abs().max()
-    history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 30)
+    history = bnn.fit([(x, y)], ADAM, 10)
     assert history.loss[-1] < history.loss[0]
-    for side, mask in enumerate((guide.kept_rows["0.weight"], guide.kept_columns["0.weight"])):
-        assert bool((guide.map("0.weight", side)[~mask] == 0).all())
-        assert bool((guide.map("0.weight", side)[mask] != 0).all())
-    other = make(builder, wide_net().double())
+    maps = torch.cat([guide.map("0.weight", side).flatten() for side in range(2)])
+    assert torch.equal(maps != 0, kept)
     tyxe.guides.prune_inducing_(other.net_guide, keep=1.0)
     other.load_state_dict(bnn.state_dict())
-    torch.manual_seed(0)
-    left = bnn.predict(x, num_predictions=2, aggregate=False)
-    torch.manual_seed(0)
-    assert torch.equal(other.predict(x, num_predictions=2, aggregate=False), left)
+    found = []
+    for one in (bnn, other):
+        torch.manual_seed(0)
+        found.append(one.predict(x, num_predictions=2, aggregate=False))
+    assert torch.equal(*found)
     tyxe.guides.prune_inducing_(guide, keep=0.2)
     assert before - tyxe.guides.parameter_count(guide) == size - round(0.2 * size)
     with pytest.raises(ValueError, match="and no more than are left"):
@@ -73,7 +74,7 @@ def test_pruned_mean_fields():
     assert "0.bias" not in guide.kept
     for handler in (tyxe.poutine.local_reparameterization, tyxe.poutine.flipout):
         with tyxe.poutine.report() as report, handler():
-            history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 30)
+            history = bnn.fit([(x, y)], ADAM, 10)
         assert history.loss[-1] < history.loss[0]
         assert "drawn" not in report.treatments("0.weight")
     assert bool((guide()["net.0.weight"][~guide.kept["0.weight"]] == 0).all())
@@ -109,4 +110,4 @@ def test_copies_are_pruned_and_fitted_on(copied):
         bnn.net_guide.locs["0.weight"].fill_(1.0)
     tyxe.guides.prune_(bnn.net_guide, keep=0.5)
     assert not bool(bnn.net_guide.kept["1.weight"].any())
-    bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-3), 2)
+    bnn.fit([(x, y)], ADAM, 2)

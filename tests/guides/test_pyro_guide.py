@@ -35,44 +35,31 @@ MIXTURE = dist.MixtureSameFamily(
 
 @pytest.mark.parametrize("prior", [NORMAL, MIXTURE, dist.LogNormal(0.5, 1.0)])
 @pytest.mark.parametrize(
-    "builder",
-    [
-        autoguide.AutoNormal,
-        autoguide.AutoGaussian,
-        autoguide.AutoStructured,
-        autoguide.AutoMultivariateNormal,
-    ],
+    "builder", [autoguide.AutoGaussian, autoguide.AutoStructured, autoguide.AutoMultivariateNormal]
 )
 def test_pyros_guides_draw_from_any_support(builder, prior):
     sites = program(prior=prior)
-    guide, expected = PyroGuide.build(builder, sites), sites()
+    guide = PyroGuide.build(builder, sites)
     draw, median = guide(), guide.median()
-    assert {name: value.shape for name, value in expected.items()} == {
-        name: draw[name].shape for name in expected
-    }
-    for name in expected:
-        support = torch.as_tensor(prior.support.check(median[name]))
-        assert bool(support.all())
+    for name, value in sites().items():
+        assert draw[name].shape == value.shape
+        assert bool(torch.as_tensor(prior.support.check(median[name])).all())
 
 
 def test_any_module_is_a_guide_and_a_function_is_none():
-    net = nn.Linear(1, 1, bias=False)
-    fixed = program(net)
-
     class Fixed(nn.Module):
         def forward(self):
             q = dist.Normal(torch.ones(1, 1), 0.1).to_event(2)
             return {"net.weight": pyro.sample("net.weight", q)}
 
-    guide = PyroGuide.build(lambda module: Fixed(), fixed)
+    sites = program(nn.Linear(1, 1, bias=False))
+    guide = PyroGuide.build(lambda module: Fixed(), sites)
     assert guide()["net.weight"].shape == (1, 1)
-    with pytest.raises(
-        TypeError, match=r"Fixed has no median, .*: predict with num_predictions of 1"
-    ):
+    with pytest.raises(TypeError, match=r"Fixed has no median, .*: predict with num_predictions"):
         guide.median()
     # A function's pyro.param would live in the global store, where nothing trains it.
     with pytest.raises(TypeError, match="builder returned a function; expected a module"):
-        PyroGuide.build(lambda module: Fixed().forward.__func__, fixed)
+        PyroGuide.build(lambda module: Fixed().forward.__func__, sites)
 
 
 COUPLED = [autoguide.AutoIAFNormal, autoguide.AutoStructured, autoguide.AutoGaussian]

@@ -54,25 +54,22 @@ def test_moments_of_a_known_trail(count):
 
 
 def test_variances_far_from_zero_in_float32():
-    module = program(nn.Linear(3, 2))
-    q = joint(built(module, weights=trail(50, torch.float32)))
-    weights = trail(50, torch.float32).double()
-    expected = covariance(weights).diagonal().float()
+    weights = trail(50, torch.float32)
+    q = joint(built(program(nn.Linear(3, 2)), weights=weights))
+    expected = covariance(weights.double()).diagonal().float()
     torch.testing.assert_close(q.variance, expected, rtol=1e-3, atol=0)
 
 
 def test_draws_have_the_covariance():
     weights = trail()
-    torch.manual_seed(0)
-    guide = built(weights=weights)
-    draws = torch.stack([guide.blocks.flatten(guide()) for _ in range(20)])
-    assert draws.shape == (20, 8)
-    draws, expected = joint(guide).rsample((40_000,)), covariance(weights)
+    guide, count = built(weights=weights), 10_000
+    assert guide.blocks.flatten(guide()).shape == (8,)
+    draws, expected = joint(guide).rsample((count,)), covariance(weights)
     # Standard errors of an element: sqrt((v_i v_j + c_ij^2) / n).
     scales = expected.diagonal()
-    error = ((scales[:, None] * scales + expected.square()) / 40_000).sqrt()
+    error = ((scales[:, None] * scales + expected.square()) / count).sqrt()
     assert bool(((draws.T.cov() - expected).abs() < 5 * error).all())
-    assert bool(((draws.mean(0) - weights.mean(0)).abs() < 5 * (scales / 40_000).sqrt()).all())
+    assert bool(((draws.mean(0) - weights.mean(0)).abs() < 5 * (scales / count).sqrt()).all())
 
 
 def test_a_weight_that_does_not_move_has_a_variance():
@@ -104,10 +101,9 @@ def test_a_guide_that_moves_is_a_delta():
 @pytest.mark.parametrize("count", range(RANK))
 def test_no_posterior_of_too_few_snapshots(count):
     guide = built(weights=trail(count))
+    message = f"{count} snapshots for rank=3.*call fit or collect"
     for use in (guide, guide.median, guide.get_detached_distributions):
-        with pytest.raises(
-            RuntimeError, match=f"{count} snapshots for rank=3.*call fit or collect"
-        ):
+        with pytest.raises(RuntimeError, match=message):
             use()
 
 
