@@ -10,7 +10,7 @@ import torch.nn as nn
 from scipy import integrate
 
 from tests.oracles.programs import program
-from tyxe.guides import AutoNormal, AutoRadial, init_to_constant
+from tyxe.guides import AutoNormal, AutoRadial, init_to_constant, scale_below_prior
 from tyxe.guides.normal import capped_log
 
 
@@ -62,13 +62,18 @@ def test_scales_start_where_they_are_told(cap, scale):
     assert guide.get_scale("weight").tolist() == [pytest.approx(3 * [scale], rel=1e-6)] * 2
 
 
-def test_scales_may_start_by_site():
-    def by_fan_in(site):
-        return 0.1 * site["infer"]["fans"][0] ** -0.5
-
-    guide = AutoNormal(program(nn.Linear(4, 2)), init_scale=by_fan_in)
+@pytest.mark.parametrize(
+    ("init_scale", "expected"),
+    [
+        (lambda site: 0.1 * site["infer"]["fans"][0] ** -0.5, 0.05),
+        (scale_below_prior(), 2 * math.exp(-3)),
+    ],
+)
+def test_scales_may_start_by_site(init_scale, expected):
+    sites = program(nn.Linear(4, 2), dist.Normal(0.0, 2.0))
+    guide = AutoNormal(sites, init_scale=init_scale)
     for name in ("weight", "bias"):
-        torch.testing.assert_close(guide.get_scale(name).unique(), torch.tensor([0.05]))
+        torch.testing.assert_close(guide.get_scale(name).unique(), torch.tensor([expected]))
 
 
 @pytest.mark.parametrize(

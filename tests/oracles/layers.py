@@ -6,7 +6,7 @@ from tests.oracles.maps import MAPS, jacobian_moments
 from tests.oracles.nets import bnn_of, posterior_moments
 from tyxe.testing.asserts import assert_within
 
-COUNT = 600
+COUNT = 400
 WHICH = {
     "both": {},
     "weight": {"hide_parameters": ["bias"]},

@@ -15,7 +15,6 @@ from tyxe.poutine import flipout, local_reparameterization, report
 
 def both(name, **rules):
     """A BNN of the product as it is written, one by `F.linear` with its posterior, and an input."""
-    torch.manual_seed(0)
     product = PRODUCTS[name]
     written = bnn_of(Weighted(product, product.written), **rules)
     linear = bnn_of(Weighted(product, product.linear), **rules)
@@ -24,16 +23,10 @@ def both(name, **rules):
     return written, linear, torch.randn(product.inputs).double()
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_is_one_linear_map_of_all_its_sites(name):
-    written, _, x = both(name)
-    with report() as rows, Events() as seen, torch.no_grad(), local_reparameterization():
-        written.guided_forward(x)
-    ((event, _),) = seen.events
-    assert event.kind == "linear"
-    assert {row.treatment for row in rows} == {"moments"}
-    assert {row.site for row in rows} == {f"net.{n}" for n, _ in written.net.named_parameters()}
-    assert not any(draw.was_drawn for draw in event.draws)
+def seeded_draw(bnn, x, handler):
+    torch.manual_seed(1)
+    (output,) = draws(bnn, x, 1, handler())
+    return output
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -59,31 +52,31 @@ def test_draws_have_the_exact_moments(name, handler):
     _, variance = layer_moments(linear, x)
     means = {n: posterior_moments(linear, n)[0] for n, _ in linear.net.named_parameters()}
     mean = torch.func.functional_call(linear.net, means, x)
-    outputs = draws(written, x, COUNT, handler())
-    assert_moments(outputs, mean, variance)
+    assert_moments(draws(written, x, COUNT, handler()), mean, variance)
 
 
 @pytest.mark.parametrize("handler", [local_reparameterization, flipout])
-@pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in OTHERWISE])
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_is_treated_as_linear_is(name, handler):
     written, linear, x = both(name)
-    found = []
-    for bnn in (linear, written):
-        torch.manual_seed(1)
-        (output,) = draws(bnn, x, 1, handler())
-        found.append(output)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    with report() as rows, Events() as seen:
+        found = seeded_draw(written, x, handler)
+    ((event, _),) = seen.events
+    assert event.kind == "linear"
+    assert {draw.was_drawn for draw in event.draws} == {handler is flipout}
+    assert {row.treatment for row in rows} == {handler().treatment}
+    assert {row.site for row in rows} == {f"net.{n}" for n, _ in written.net.named_parameters()}
+    if name not in OTHERWISE:
+        expected = seeded_draw(linear, x, handler)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("hidden", ["weight", "bias"])
 @pytest.mark.parametrize("name", ["addmm", "addmm, method", "addmm, transposed"])
 def test_either_of_weight_and_bias_may_be_plain(name, hidden):
-    written, linear, x = both(name, hide_parameters=[hidden])
-    found = []
-    for bnn in (linear, written):
-        torch.manual_seed(1)
-        found.append(*draws(bnn, x, 1, local_reparameterization()))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    *bnns, x = both(name, hide_parameters=[hidden])
+    found = [seeded_draw(bnn, x, local_reparameterization) for bnn in bnns]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 # --- what is no linear map of the draw as a matrix ------------------------------------------------
@@ -125,11 +118,8 @@ def run(bnn, x):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_products_use_the_draw_and_say_so(name, handler):
     shape, weight, function, used_by = OTHERS[name]
-
     parameter = torch.nn.Parameter(torch.randn(weight))
-    net = NetOf(lambda net, x: function(x, net.weight), weight=parameter)
-
-    bnn = bnn_of(net)
+    bnn = bnn_of(NetOf(lambda net, x: function(x, net.weight), weight=parameter))
     x = torch.randn(shape).double()
     with report() as rows, torch.no_grad(), pytest.warns(tyxe.TyxeWarning) as caught:
         values, output = handler()(run)(bnn, x)
@@ -139,9 +129,10 @@ def test_other_products_use_the_draw_and_say_so(name, handler):
     assert rows.treatments("weight") == {"drawn"}
 
 
-def test_shapes_that_do_not_fit_are_refused_as_of_tensors():
+@pytest.mark.parametrize(
+    ("shape", "message"), [((2, 5, 7), "does not broadcast"), ((5, 3), "number of subscripts")]
+)
+def test_shapes_that_do_not_fit_are_refused_as_of_tensors(shape, message):
     bnn = bnn_of(Weighted(PRODUCTS["bmm"], lambda x, w, b: einsum("bti,io->bto", x, w)))
-    with pytest.raises(RuntimeError, match="does not broadcast"), local_reparameterization():
-        bnn.guided_forward(torch.randn(2, 5, 7).double())
-    with pytest.raises(RuntimeError, match="number of subscripts"), local_reparameterization():
-        bnn.guided_forward(torch.randn(5, 3).double())
+    with pytest.raises(RuntimeError, match=message), local_reparameterization():
+        bnn.guided_forward(torch.randn(shape).double())

@@ -13,11 +13,19 @@ from torch.utils.checkpoint import checkpoint
 import tyxe
 from tests.oracles.events import Events
 from tests.oracles.layers import case_of
-from tests.oracles.nets import bnn_of
+from tests.oracles.nets import NetOf, bnn_of, draws
 from tyxe.poutine import flipout, local_reparameterization, local_reparameterization_moments
 from tyxe.poutine.flipout import _random_signs
 
 # --- numerics -----------------------------------------------------------------------------------
+
+
+def of_scale(net, scale):
+    bnn = bnn_of(net).float()
+    with torch.no_grad():
+        for parameter in bnn.net_guide.unconstrained_scales.parameters():
+            parameter.fill_(math.log(scale))
+    return bnn
 
 
 @pytest.mark.parametrize("handler", [local_reparameterization, flipout])
@@ -31,9 +39,8 @@ def test_all_zero_rows_have_finite_gradients(handler):
     # The floor of the variance shows up as noise far below anything that matters.
     assert output[1].detach().abs().max() < 1e-100
     output.sum().backward()
-    assert bool(x.grad.isfinite().all())
-    for parameter in bnn.net_guide.parameters():
-        assert bool(parameter.grad.isfinite().all())
+    for leaf in (x, *bnn.net_guide.parameters()):
+        assert bool(leaf.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-25])
@@ -41,17 +48,12 @@ def test_all_zero_rows_have_finite_gradients(handler):
 def test_autocast_stays_finite_and_close(handler, scale):
     # 1e-25 squared underflows in bfloat16 and in float32: the mean has to survive it.
     net = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.Flatten(), nn.Linear(20, 3))
-    bnn = bnn_of(net).float()
-    with torch.no_grad():
-        for parameter in bnn.net_guide.unconstrained_scales.parameters():
-            parameter.fill_(math.log(scale))
-    x = torch.randn(8, 2, 5)
+    bnn, x = of_scale(net, scale), torch.randn(8, 2, 5)
     with handler(), torch.autocast("cpu", dtype=torch.bfloat16):
         output = bnn.guided_forward(x)
     assert output.dtype == torch.bfloat16
     output.float().square().sum().backward()
-    for parameter in bnn.net_guide.parameters():
-        assert bool(parameter.grad.isfinite().all())
+    assert all(bool(p.grad.isfinite().all()) for p in bnn.net_guide.parameters())
     if scale < 1:
         expected = bnn.predict(x, num_predictions=0, aggregate=False)[0]
         # bfloat16 keeps 8 bits; a sum of 20 terms of size one after another rounding.
@@ -61,48 +63,43 @@ def test_autocast_stays_finite_and_close(handler, scale):
 
 def test_the_variance_is_formed_in_single_precision_under_autocast():
     # 1e-4 squared is 1e-8: far below what half precision can hold.
-    layer = nn.Linear(50, 1, bias=False)
-    event_types = []
-    bnn = bnn_of(layer).float()
-    with torch.no_grad():
-        for parameter in bnn.net_guide.unconstrained_scales.parameters():
-            parameter.fill_(math.log(1e-4))
-    x = torch.randn(3, 50)
+    bnn, x = of_scale(nn.Linear(50, 1, bias=False), 1e-4), torch.randn(3, 50)
     with Events() as recorded, local_reparameterization(), torch.autocast("cpu", torch.bfloat16):
         bnn.guided_forward(x)
         ((event, _),) = recorded.events
         mean, variance = local_reparameterization_moments(event, event.weight.moments(), None)
-        event_types += [mean.dtype, variance.dtype]
-    assert event_types == [torch.bfloat16, torch.float32]
+    assert (mean.dtype, variance.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(variance, 1e-8 * x.square().sum(-1, keepdim=True), rtol=1e-5, atol=0)
 
 
 # --- checkpointing --------------------------------------------------------------------------------
 
 
-class Checkpointed(nn.Module):
-    """A block in a checkpoint, with linear maps and weights that only plain draws can serve."""
+def checkpointed(use_reentrant):
+    """A net with linear maps and weights that only plain draws can serve in a checkpoint."""
 
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.first, self.middle = nn.Linear(3, 4), nn.Linear(4, 4)
-        self.norm, self.last = nn.LayerNorm(4), nn.Linear(4, 1)
-        self.use_reentrant = use_reentrant
+    def block(net, x):
+        return net.middle(net.norm(torch.tanh(net.middle(x))))
 
-    def block(self, x):
-        return self.middle(self.norm(torch.tanh(self.middle(x))))
+    def forward(net, x):
+        x = net.first(x)
+        if use_reentrant is None:
+            return net.last(block(net, x))
+        return net.last(checkpoint(block, net, x, use_reentrant=use_reentrant))
 
-    def forward(self, x):
-        x = self.first(x)
-        if self.use_reentrant is None:
-            return self.last(self.block(x))
-        return self.last(checkpoint(self.block, x, use_reentrant=self.use_reentrant))
+    return NetOf(
+        forward,
+        first=nn.Linear(3, 4),
+        middle=nn.Linear(4, 4),
+        norm=nn.LayerNorm(4),
+        last=nn.Linear(4, 1),
+    )
 
 
 def checkpointed_gradient(use_reentrant, handler, **options):
     torch.manual_seed(0)
     x, y = torch.randn(8, 3).double(), torch.randn(8, 1).double()
-    bnn = bnn_of(Checkpointed(use_reentrant), dataset_size=8)
+    bnn = bnn_of(checkpointed(use_reentrant), dataset_size=8)
     torch.manual_seed(1)
     with handler():
         bnn.fit([(x, y)], torch.optim.SGD(bnn.parameters(), lr=0.0), 1, **options)
@@ -151,10 +148,7 @@ def test_a_variance_too_small_for_half_precision_is_sampled(handler, dtype, hide
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(10, scale=1.0)
     bnn = tyxe.VariationalBNN(net, prior, likelihood, guide).to(dtype)
     assert bnn.net_guide.get_scale("weight").dtype == dtype
-    with handler(), torch.no_grad():
-        outputs = torch.cat(
-            [bnn.guided_forward(torch.full((8, 4), 5.0).to(dtype)) for _ in range(40)]
-        )
+    outputs = draws(bnn, torch.full((8, 4), 5.0).to(dtype), 40, handler())
     assert outputs.dtype == dtype
     # Four inputs of 5 make ten times 1e-4; some 2,000 independent numbers at least.
     assert outputs.float().std() == pytest.approx(1e-3, rel=0.2)

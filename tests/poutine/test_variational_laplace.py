@@ -30,20 +30,15 @@ from tyxe.poutine import selective_mask, variational_laplace
 # --------------------------------------------------------------------------- exact cases
 
 
-def exact_elbo_data_term(bnn, x, y, scale=0.7):
-    """`E_q log p(y | w)` of a linear model, in closed form."""
-    (weight, weight_var), (bias, bias_var) = moments_of(bnn).values()
-    mean = x @ weight.T + bias
-    variance = x.square() @ weight_var.T + bias_var
-    log_prob = dist.Normal(mean, scale).log_prob(y) - variance / (2 * scale**2)
-    return log_prob.sum()
-
-
 def test_hessian_form_is_the_exact_elbo_of_a_linear_gaussian_model():
     bnn, x, y = linear_gaussian()
     with variational_laplace("hessian"):
         terms = terms_of(bnn, x, y)
-    assert terms.data.item() == pytest.approx(exact_elbo_data_term(bnn, x, y).item(), rel=1e-12)
+    # `E_q log p(y | w)` in closed form.
+    (weight, weight_var), (bias, bias_var) = moments_of(bnn).values()
+    variance = x.square() @ weight_var.T + bias_var
+    log_prob = dist.Normal(x @ weight.T + bias, 0.7).log_prob(y) - variance / (2 * 0.7**2)
+    assert terms.data.item() == pytest.approx(log_prob.sum().item(), rel=1e-12)
     assert terms.points == len(x)
 
 
@@ -97,7 +92,7 @@ def test_fisher_form_has_the_diagonal_of_the_ggn_as_its_mean(name):
     ggn = torch.einsum("nrcp,nrcd,nrdp->p", grouped, blocks, grouped)
     at_mean = bnn.likelihood.log_likelihood(net(mean), y, "sum")
     with variational_laplace():
-        draws = torch.stack([terms_of(bnn, x, y).data.detach() for _ in range(500)])
+        draws = torch.stack([terms_of(bnn, x, y).data.detach() for _ in range(150)])
     error = draws.std() / math.sqrt(len(draws))
     assert abs(draws.mean() - (at_mean - 0.5 * (variances_of(bnn) * ggn).sum())) < 4 * error
 
@@ -119,25 +114,15 @@ def test_gradient_of_the_objective_is_that_of_finite_differences(name):
     likelihood, y, outputs = likelihoods(4)[name]
     bnn, x = bnn_of(smooth_net(outputs), likelihood), torch.randn(4, 2, dtype=torch.float64)
     labels = bnn.likelihood.sample(bnn.to_module()(x).detach())
+    parameters = [p for p in bnn.net_guide.parameters() if p.requires_grad]
 
-    def objective():
+    def objective(*moved):  # the guide's own parameters, in place
         with with_labels(labels):
             terms = terms_of(bnn, x, y)
-        return terms.data - 0.1 * terms.kl
+        return terms.data - 0.1 * terms.kl + 0 * flat(moved).sum()
 
-    parameters = [p for p in bnn.net_guide.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(objective(), parameters)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        direction = torch.randn_like(parameter)
-        values = []
-        for step in (1e-5, -1e-5):
-            with torch.no_grad():
-                parameter.add_(step * direction)
-            values.append(objective().item())
-            with torch.no_grad():
-                parameter.sub_(step * direction)
-        slope = (values[0] - values[1]) / 2e-5
-        assert slope == pytest.approx((gradient * direction).sum().item(), rel=1e-6, abs=1e-7)
+    tolerances = {"eps": 1e-5, "rtol": 1e-6, "atol": 1e-6}
+    assert torch.autograd.gradcheck(objective, parameters, fast_mode=True, **tolerances)
 
 
 # --------------------------------------------------------------------------- batches
@@ -165,30 +150,27 @@ def test_batches_average_to_the_full_batch():
 
 
 def test_mask_is_the_same_as_leaving_rows_out():
-    _, y, outputs = likelihoods(6)["categorical"]
     x, mask = torch.randn(6, 2, dtype=torch.float64), torch.tensor([1, 1, 0, 1, 0, 0]).bool()
-    net, three = smooth_net(outputs), Categorical(3)
-    labels = torch.randint(3, (6,))
+    y, labels = torch.randint(3, (2, 6))
+    bnn = bnn_of(smooth_net(3), Categorical(3))
     with with_labels(labels[mask]):
-        kept = terms_of(bnn_of(net, three), x[mask], y[mask])
-    with with_labels(labels), selective_mask(mask=mask, expose=["likelihood.data"]):
-        masked = terms_of(bnn_of(net, three), x, y)
-    with selective_mask(mask=mask, expose=["likelihood.data"]), with_labels(labels):
-        outside = terms_of(bnn_of(net, three), x, y)
-    assert masked.data.item() == pytest.approx(kept.data.item(), rel=1e-12)
-    assert outside.data.item() == pytest.approx(kept.data.item(), rel=1e-12)
-    assert masked.points == kept.points == 3
+        kept = terms_of(bnn, x[mask], y[mask])
+    masked = functools.partial(selective_mask, mask=mask, expose=["likelihood.data"])
+    for outer, inner in ((with_labels(labels), masked()), (masked(), with_labels(labels))):
+        with outer, inner:
+            terms = terms_of(bnn, x, y)
+        assert terms.data.item() == pytest.approx(kept.data.item(), rel=1e-12)
+        assert terms.points == kept.points == 3
 
 
 def test_particles_average_over_labels_and_beta_weighs_the_kl():
     bnn, x, y = small()
     frozen = functools.partial(torch.optim.SGD, lr=0.0)
     with variational_laplace():
-        one = [bnn.fit([(x, y)], frozen, 1).log_likelihood[0] for _ in range(100)]
-        many = bnn.fit([(x, y)], frozen, 1, num_particles=100)
+        one = torch.tensor([bnn.fit([(x, y)], frozen, 1).log_likelihood[0] for _ in range(40)])
+        many = bnn.fit([(x, y)], frozen, 1, num_particles=40)
         weighted = bnn.fit([(x, y)], frozen, 1, beta=lambda epoch: 0.25)
-    one = torch.tensor(one)
-    assert abs(one.mean() - many.log_likelihood[0]) < 4 * one.std() * math.sqrt(2 / 100)
+    assert abs(one.mean() - many.log_likelihood[0]) < 4 * one.std() * math.sqrt(2 / 40)
     assert weighted.loss[0] == pytest.approx(0.25 * weighted.kl[0] - weighted.log_likelihood[0])
 
 
