@@ -186,21 +186,6 @@ def test_kl_of_inducing_weights(family, sizes, whitened):
     close(td.kl_divergence(q, prior), divergence + expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("whitened", [True, False])
-def test_variances_through_maps(family, whitened):
-    u = make(family, (2, 3), whitened=whitened).u
-    rows, columns = randn(4, 2), randn(5, 3)
-    for left, right in ((rows, columns), (None, columns), (rows, None), (None, None)):
-        a = torch.eye(2).double() if left is None else left
-        b = torch.eye(3).double() if right is None else right
-        means, covariance = u.components()
-        joint = torch.kron(a, b)
-        spread = torch.cov(means.mT, correction=0).reshape(6, 6) if len(means) > 1 else 0.0
-        expected = (joint @ (covariance + spread) @ joint.mT).diagonal().view(len(a), len(b))
-        close(u.variance_through(left, right), expected)
-
-
 def test_ensembles_go_through_their_members():
     members = randn(3, 2, 2)
     u = EnsembleU(members, Turn(1, 3))

@@ -89,15 +89,6 @@ def test_contract(extra):
     )
 
 
-def test_a_guide_that_moves_is_a_delta():
-    guide = built(weights=trail())
-    guide.moves = True
-    draws = guide()
-    torch.testing.assert_close(draws["net.weight"], guide.locs["weight"])
-    assert draws["net.weight"].requires_grad
-    assert not copy.deepcopy(guide).moves
-
-
 @pytest.mark.parametrize("count", range(RANK))
 def test_no_posterior_of_too_few_snapshots(count):
     guide = built(weights=trail(count))

@@ -10,7 +10,6 @@ import tyxe
 from tests.oracles.bnns import NORMAL
 from tests.oracles.nets import NetOf
 from tyxe.bnn.elbo import elbo_terms
-from tyxe.curvature import collect_curvature
 from tyxe.data import Targets
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
 from tyxe.poutine import selective_mask
@@ -112,43 +111,11 @@ def test_a_weight_counts_its_point_so_often(use, name):
     assert_same(use, (make(8), [(X, y, WEIGHTS)]), (make(8), [(X[REPEATED], y[REPEATED])]))
 
 
-@pytest.mark.parametrize("name", LIKELIHOODS)
-@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
-@pytest.mark.parametrize("curvature", ["ggn", "empirical"])
-def test_a_weight_counts_its_point_so_often_in_a_curvature(name, structure, curvature):
-    make, y = LIKELIHOODS[name]
-    bnn = tyxe.LaplaceBNN(net(), NORMAL, make(8), structure=structure)
-
-    def collect(*batch):
-        found = collect_curvature(bnn._linearize, bnn.likelihood, [batch], structure, curvature)
-        numbers = (found.log_likelihood, found.error, found.num_targets)
-        return found.operator.to_dense(), torch.tensor(numbers)
-
-    assert_same(collect, (X, Targets(y, WEIGHTS)), (X[REPEATED], y[REPEATED]))
-
-
-@pytest.mark.parametrize("use", [fit, evaluate, curvature_of_fit])
-def test_what_is_ignored_is_not_there(use):
-    y, kept = CLASSES.clone(), torch.tensor([True, False, True, True, False, True])
-    y[~kept] = -100
-    assert_same(use, (ignoring(4), [(X, y)]), (ignoring(4), [(X[kept], y[kept])]))
-
-
 @pytest.mark.parametrize("use", [fit, evaluate])
 def test_class_weights_are_weights_of_points_in_fits_and_not_in_evaluations(use):
     weighted = (X, CLASSES, OF_CLASSES[CLASSES]) if use is fit else (X, CLASSES)
     by_class = Categorical(7, class_weights=OF_CLASSES)
     assert_same(use, (by_class, [(X, CLASSES)]), (Categorical(7), [weighted]))
-
-
-def test_masked_points_are_left_out_of_a_curvature():
-    mask = torch.tensor([True, False, True, True, False, True])
-
-    def use(x, y, mask):
-        with masked(mask):
-            return curvature_of_fit(Categorical(4), [(x, y)])
-
-    assert_same(use, (X, CLASSES, mask), (X[mask], CLASSES[mask], mask[mask]))
 
 
 # --- within points ------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""Local reparameterisation and flipout in low precision, at zero rows, in checkpoints."""
+"""Local reparameterisation and flipout in low precision and at zero rows."""
 
-import contextlib
 import functools
 import math
 
@@ -8,16 +7,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn as nn
-from torch.utils.checkpoint import checkpoint
 
 import tyxe
 from tests.oracles.events import Events
 from tests.oracles.layers import case_of
-from tests.oracles.nets import NetOf, bnn_of, draws
+from tests.oracles.nets import bnn_of, draws
 from tyxe.poutine import flipout, local_reparameterization, local_reparameterization_moments
 from tyxe.poutine.flipout import _random_signs
-
-# --- numerics -----------------------------------------------------------------------------------
 
 
 def of_scale(net, scale):
@@ -70,68 +66,6 @@ def test_the_variance_is_formed_in_single_precision_under_autocast():
         mean, variance = local_reparameterization_moments(event, event.weight.moments(), None)
     assert (mean.dtype, variance.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(variance, 1e-8 * x.square().sum(-1, keepdim=True), rtol=1e-5, atol=0)
-
-
-# --- checkpointing --------------------------------------------------------------------------------
-
-
-def checkpointed(use_reentrant):
-    """A net with linear maps and weights that only plain draws can serve in a checkpoint."""
-
-    def block(net, x):
-        return net.middle(net.norm(torch.tanh(net.middle(x))))
-
-    def forward(net, x):
-        x = net.first(x)
-        if use_reentrant is None:
-            return net.last(block(net, x))
-        return net.last(checkpoint(block, net, x, use_reentrant=use_reentrant))
-
-    return NetOf(
-        forward,
-        first=nn.Linear(3, 4),
-        middle=nn.Linear(4, 4),
-        norm=nn.LayerNorm(4),
-        last=nn.Linear(4, 1),
-    )
-
-
-def checkpointed_gradient(use_reentrant, handler, **options):
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 3).double(), torch.randn(8, 1).double()
-    bnn = bnn_of(checkpointed(use_reentrant), dataset_size=8)
-    torch.manual_seed(1)
-    with handler():
-        bnn.fit([(x, y)], torch.optim.SGD(bnn.parameters(), lr=0.0), 1, **options)
-    return torch.cat([p.grad.flatten() for p in bnn.parameters() if p.grad is not None])
-
-
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize("closed_form_kl", [True, False])
-@pytest.mark.parametrize("handler", [contextlib.nullcontext, local_reparameterization, flipout])
-def test_checkpointing_gives_the_same_gradient(handler, closed_form_kl):
-    expected = checkpointed_gradient(None, handler, closed_form_kl=closed_form_kl)
-    actual = checkpointed_gradient(False, handler, closed_form_kl=closed_form_kl)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-# Said of the check of the first batch, which runs without gradients.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize("handler", [contextlib.nullcontext, local_reparameterization, flipout])
-def test_reentrant_checkpointing_is_right_or_refused(handler):
-    # A reentrant checkpoint runs a backward pass of its own. Weights that are no leaves then are
-    # gone through twice, which is refused: better than a gradient that misses a part.
-    expected = checkpointed_gradient(None, handler)
-    try:
-        actual = checkpointed_gradient(True, handler)
-    except RuntimeError as error:
-        assert "use_reentrant=False" in str(error)  # noqa: PT017
-    else:
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-# --- half precision -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hide", [[], ["bias"]])
