@@ -184,8 +184,7 @@ def test_a_fit_finds_the_mean_that_censoring_hides():
     assert lower.shape == upper.shape == (5, 1)
 
 
-@pytest.mark.parametrize("predictive", ["bnn", "glm"])
-def test_the_predictive_distribution_is_that_of_the_numbers(predictive):
+def test_the_predictive_distribution_of_a_linearised_net_is_that_of_the_numbers():
     x, pairs = torch.randn(18, 2).double(), every_pair()[1][:, None]
     base = HomoskedasticGaussian(18, scale=0.7)
     found = []
@@ -195,8 +194,8 @@ def test_the_predictive_distribution_is_that_of_the_numbers(predictive):
         nn.init.zeros_(net.bias)
         bnn = tyxe.LaplaceBNN(net, PRIOR, likelihood)
         bnn.fit_curvature([(x, y)])
-        found.append(bnn.predictive(x, predictive=predictive, num_predictions=0))
-    assert found[0].batch_shape == found[1].batch_shape == (18,)
+        found.append(bnn.predictive(x, predictive="glm", num_predictions=0))
+        assert found[-1].batch_shape == (18,)
     torch.testing.assert_close(found[0].mean, found[1].mean)
     torch.testing.assert_close(found[0].stddev, found[1].stddev)
 

@@ -113,12 +113,11 @@ def test_transformers_run_their_attention_unfused():
 )
 def test_recurrent_layers_run_without_cudnn(net, expected):
     """Those of cuDNN have no second derivative; other layers keep it."""
-    likelihood, y, _ = likelihoods(5)["categorical"]
-    x = torch.randn(5, 2).double() if expected else torch.randn(5, 3, 2).double()
-    bnn, used = bnn_of(net.double(), likelihood), []
+    x = X if expected else torch.randn(6, 3, 2).double()
+    bnn, used = of(net), []
     bnn.net.register_forward_hook(lambda *_: used.append(torch.backends.cudnn.enabled))
     with variational_laplace():
-        bnn.fit([(x, y)], torch.optim.Adam, 2)
+        bnn.fit([(x, LABELS)], torch.optim.Adam, 2)
     assert set(used) == {expected}
     assert torch.backends.cudnn.enabled
 
