@@ -62,14 +62,7 @@ JOINTS: dict[str, Callable[[], Gaussian]] = {
 
 
 def check_joint(make: Callable[[], Gaussian]) -> None:
-    """Assert that a Normal over several sites agrees with a dense one, to 1e-9.
-
-    Args:
-        make: makes the Gaussian, over any sites, in float64.
-
-    Example:
-        >>> check_joint(JOINTS["blocks"])
-    """
+    """Assert that a Normal over several sites agrees with a dense one, in float64, to 1e-9."""
     joint = make()
     dense = _dense(joint)
     value = dense.sample((2,))

@@ -27,18 +27,7 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
 
 
 def check_kernel(make: Callable[[], Kernel]) -> None:
-    """Assert that a kernel is a pure step of all chains, and that it keeps a Gaussian.
-
-    A step changes nothing that it is given, is the same for the same random numbers, moves each
-    chain as if it were alone, and tells what its `statistics` name; a run gives the same samples
-    for a seed; means and variances of a standard Gaussian come out.
-
-    Args:
-        make: returns the kernel.
-
-    Example:
-        >>> check_kernel(lambda: HMC(num_steps=3))
-    """
+    """Assert that a kernel is a pure step of all chains, and that it keeps a Gaussian."""
     kernel = make()
     _check_step(kernel)
     _check_chains_are_alone(kernel)

@@ -83,14 +83,7 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
 
 
 def check_operator(make: Callable[[], Operator]) -> None:
-    """Assert that an operator agrees with linear algebra on its dense matrix, to 1e-10.
-
-    Args:
-        make: makes the operator, positive definite, of a size of ten or so.
-
-    Example:
-        >>> check_operator(lambda: Diagonal(torch.tensor([1.0, 2.0])))
-    """
+    """Assert that a positive definite operator agrees with its dense matrix, to 1e-10."""
     operator = make().to(torch.float64)
     dense = operator.to_dense()
     _check_matrix(operator, dense)

@@ -93,22 +93,14 @@ def check_wrapper(
     targets: Tensor = _Y,
     train: Callable[..., Any] | None = None,
 ) -> None:
-    """Assert that a wrapper predicts and keeps its state as all others do.
-
-    Draws repeat for a seed, and where they are of weights in any batches; the log-likelihood is
-    that of the mixture over draws; modes, gradients and random streams of others are left alone;
-    the state goes through dictionaries, files, copies and pickles, and a wrong one changes nothing;
-    a training that is saved and loaded goes on as one that is not.
+    """Assert that a wrapper of classes predicts and keeps its state as all others do.
 
     Args:
-        make: returns a fitted wrapper of classes, with the same structure at each call.
+        make: returns a fitted wrapper, with the same structure at each call.
         inputs: of its net.
         targets: `(n,)`.
         train: called as `train(wrapper, num_epochs, callback)`, where what a callback saves with
             `training=True` can go on.
-
-    Example:
-        >>> check_wrapper(WRAPPERS["mean field"], train=TRAINING["mean field"])
     """
     torch.manual_seed(0)
     wrapper = make()

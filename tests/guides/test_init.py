@@ -125,9 +125,6 @@ def test_pretrained_values_of_constrained_sites_are_values():
     torch.testing.assert_close(guide.median()["net.weight"], value)
 
 
-# --- the default ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "builder",
     [

@@ -242,9 +242,6 @@ def test_variational_laplace_refuses_weights_within_points(of_tasks):
         bnn.fit([(x, y)], torch.optim.Adam, 1, progress=False)
 
 
-# --- ordinal ------------------------------------------------------------------------------------
-
-
 def test_classes_in_an_order_are_differences_of_sigmoids():
     likelihood = Ordinal(4, 5, cut_points=torch.tensor([-2.0, -1.9, 0.5, 3.0])).double()
     f = torch.randn(4, 1, dtype=torch.float64) * 3
@@ -307,9 +304,6 @@ def test_ordinal_under_all_kinds_of_inference():
     assert chains.predict(x).shape == (12, 3)
     scaled = tyxe.calibration.SplitConformal(level=0.5).wrap(laplace, [(x, y)])
     assert scaled.predict(x).shape == (12, 3)
-
-
-# --- heavy tails, dispersed counts --------------------------------------------------------------
 
 
 def test_densities_are_those_of_scipy():

@@ -1,8 +1,6 @@
 """Metrics refuse what is no probability, target, score, weight or Gaussian."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -74,7 +72,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("metric", [*CLASSIFICATION, metrics.calibration_curve])
 @pytest.mark.parametrize("case", CLASSES)
-def test_classes(metric: Callable[..., Any], case: str) -> None:
+def test_classes(metric, case):
     inputs, error, message = CLASSES[case]
     with pytest.raises(error, match=message):
         metric(*inputs)
@@ -82,7 +80,7 @@ def test_classes(metric: Callable[..., Any], case: str) -> None:
 
 @pytest.mark.parametrize("metric", GAUSSIAN)
 @pytest.mark.parametrize("case", NUMBERS)
-def test_numbers(metric: Callable[..., Any], case: str) -> None:
+def test_numbers(metric, case):
     inputs, error, message = NUMBERS[case]
     with pytest.raises(error, match=message):
         metric(*inputs)
@@ -90,7 +88,7 @@ def test_numbers(metric: Callable[..., Any], case: str) -> None:
 
 @pytest.mark.parametrize("metric", OOD)
 @pytest.mark.parametrize("case", VECTORS)
-def test_scores(metric: Callable[..., Any], case: str) -> None:
+def test_scores(metric, case):
     scores, error, message = VECTORS[case]
     with pytest.raises(error, match=f"in_scores .*{message}"):
         metric(scores, SCORES)
@@ -99,7 +97,7 @@ def test_scores(metric: Callable[..., Any], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_others(case: str) -> None:
+def test_others(case):
     metric, inputs, message = OTHERS[case]
     with pytest.raises(ValueError, match=message):
         metric(*inputs)

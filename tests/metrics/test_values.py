@@ -1,7 +1,6 @@
 """Metrics by hand, against scikit-learn, SciPy and naive loops, and under permutations."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,33 +9,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from sklearn import metrics as oracle
-from torch import Tensor
 
 from tests.oracles import scores
 from tests.oracles.scores import assert_scalar, classified, gaussians
 from tyxe import metrics
 
 
-def test_a_target_of_probability_zero() -> None:
+def test_a_target_of_probability_zero():
     probs, targets = torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([1, 0])
     assert metrics.nll(probs, targets) == math.inf
     # Unless the point does not count.
     assert metrics.nll(probs, targets, torch.tensor([0.0, 1.0])) == math.log(2)
 
 
-def test_bins_are_closed_on_the_right() -> None:
+def test_bins_are_closed_on_the_right():
     probs = torch.tensor([[0.5, 0.5], [0.75, 0.25], [1.0, 0.0]])
     curve = metrics.calibration_curve(probs, torch.tensor([0, 0, 0]), num_bins=4)
     assert curve.confidence.tolist() == [0.5, 0.75, 1.0]
 
 
-def test_ood_of_infinite_scores() -> None:
+def test_ood_of_infinite_scores():
     pair = (torch.tensor([math.inf]).double(), torch.tensor([-math.inf]).double())
     assert metrics.ood_auroc(*pair) == metrics.ood_aupr(*pair) == 1
 
 
 @pytest.mark.parametrize("num_classes", [2, 4])
-def test_scores_of_classes_are_scikits(num_classes: int) -> None:
+def test_scores_of_classes_are_scikits(num_classes):
     probs, targets = classified(1, num_classes=num_classes)
     expected = oracle.log_loss(targets, probs.numpy(), labels=range(num_classes))
     assert_scalar(metrics.nll(probs, targets), expected)
@@ -46,7 +44,7 @@ def test_scores_of_classes_are_scikits(num_classes: int) -> None:
     assert_scalar(metrics.brier_score(probs, targets), expected)
 
 
-def test_entropy_is_scipys() -> None:
+def test_entropy_is_scipys():
     probs = torch.cat([classified(4)[0], torch.eye(4).double()])
     expected = torch.from_numpy(stats.entropy(probs.numpy(), axis=-1))
     torch.testing.assert_close(metrics.predictive_entropy(probs), expected)
@@ -54,7 +52,7 @@ def test_entropy_is_scipys() -> None:
 
 @given(scores.seeds, scores.sizes, scores.sizes)
 @settings(max_examples=25)
-def test_ood_is_scikits_with_ties(seed: int, num_in: int, num_out: int) -> None:
+def test_ood_is_scikits_with_ties(seed, num_in, num_out):
     pair = scores.scored(seed, num_in, num_out)
     labels, both = scores.scikit_labels(*pair)
     assert_scalar(metrics.ood_auroc(*pair), oracle.roc_auc_score(labels, both))
@@ -63,7 +61,7 @@ def test_ood_is_scikits_with_ties(seed: int, num_in: int, num_out: int) -> None:
 
 @pytest.mark.parametrize("target", [-3.0, 0.2, 0.5, 40.0])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
-def test_crps_is_its_integral(target: float, scale: float) -> None:
+def test_crps_is_its_integral(target, scale):
     normal = stats.norm(0.5, scale)
     # beyond these ends each integrand is below 1e-20
     low, high = min(0.5 - 10 * scale, target), max(0.5 + 10 * scale, target)
@@ -72,13 +70,13 @@ def test_crps_is_its_integral(target: float, scale: float) -> None:
     assert_scalar(metrics.crps_gaussian(mean, scale, y), expected, tolerance=1e-7)
 
 
-def test_crps_of_a_narrow_prediction_is_the_absolute_error() -> None:
+def test_crps_of_a_narrow_prediction_is_the_absolute_error():
     mean, _, targets = gaussians(9)
     expected = (targets - mean).abs().mean()
     torch.testing.assert_close(metrics.crps_gaussian(mean, 1e-12, targets), expected)
 
 
-def test_scores_of_numbers_are_those_of_torch_and_scikit() -> None:
+def test_scores_of_numbers_are_those_of_torch_and_scikit():
     mean, scale, targets = gaussians(5)
     expected = -torch.distributions.Normal(mean, scale).log_prob(targets).mean()
     torch.testing.assert_close(metrics.gaussian_nll(mean, scale, targets), expected)
@@ -88,7 +86,7 @@ def test_scores_of_numbers_are_those_of_torch_and_scikit() -> None:
 
 
 @pytest.mark.parametrize("level", [0.1, 0.5, 0.95])
-def test_coverage_is_scipys_interval(level: float) -> None:
+def test_coverage_is_scipys_interval(level):
     mean, scale, targets = gaussians(7, num_points=500)
     low, high = stats.norm(mean.numpy(), scale.numpy()).interval(level)
     expected = np.mean((low <= targets.numpy()) & (targets.numpy() <= high))
@@ -97,9 +95,7 @@ def test_coverage_is_scipys_interval(level: float) -> None:
 
 @given(scores.seeds, scores.sizes, st.integers(2, 5), st.integers(1, 20))
 @settings(max_examples=25)
-def test_bins_have_every_point_and_the_naive_error(
-    seed: int, num_points: int, num_classes: int, num_bins: int
-) -> None:
+def test_bins_have_every_point_and_the_naive_error(seed, num_points, num_classes, num_bins):
     probs, targets = classified(seed, num_points, num_classes)
     curve = metrics.calibration_curve(probs, targets, num_bins)
     assert len(curve.counts) <= num_bins
@@ -113,8 +109,8 @@ def test_bins_have_every_point_and_the_naive_error(
 
 @pytest.mark.parametrize("metric", scores.GAUSSIAN)
 def test_one_scale_stands_for_all_and_outputs_are_averaged_like_points(
-    metric: Callable[..., Tensor],
-) -> None:
+    metric,
+):
     mean, scale, targets = gaussians(10)
     expected = metric(mean, torch.full_like(mean, 0.5), targets)
     torch.testing.assert_close(metric(mean, 0.5, targets), expected)

@@ -18,9 +18,6 @@ from tyxe.poutine.report import Row
 SAMPLED_PLAINLY = "ignore:.* sampled plainly:tyxe.TyxeWarning"
 
 
-# --- kinds --------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:.* had no effect:tyxe.TyxeWarning")
 @pytest.mark.parametrize("name", MAPS)
 def test_every_map_raises_an_event_of_its_kind_and_without_an_answer_is_that_at_the_draw(name):
@@ -47,9 +44,6 @@ def test_reads_of_a_report_do_not_change_the_numbers():
         with handler():
             found.append(bnn.predict(x, num_predictions=3, aggregate=False))
     assert torch.equal(*found)
-
-
-# --- what falls back ----------------------------------------------------------------------------
 
 
 def embedded():

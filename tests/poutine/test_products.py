@@ -79,8 +79,6 @@ def test_either_of_weight_and_bias_may_be_plain(name, hidden):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-# --- what is no linear map of the draw as a matrix ------------------------------------------------
-
 H = torch.ones(4, 2).double()
 
 

@@ -194,9 +194,6 @@ def test_a_mask_works_in_any_pyro_program():
     torch.testing.assert_close(trace.log_prob_sum(), expected)
 
 
-# --- scaling -------------------------------------------------------------------------
-
-
 def terms_of(bnn, x, y, **options):
     return seeded(elbo_terms, bnn.model, bnn.guide, x, y, **options)
 
@@ -252,9 +249,6 @@ def test_they_are_decorators_and_leave_no_trace(make_handler):
     with pytest.raises(ZeroDivisionError), make_handler():
         raise ZeroDivisionError
     assert not am_i_wrapped()
-
-
-# --- names ---------------------------------------------------------------------------
 
 
 def inner():

@@ -109,9 +109,6 @@ def test_layerwise_scales_follow_the_fans_and_biases_their_layer(method):
         assert not site.mean.any()
 
 
-# --- updates --------------------------------------------------------------------------------------
-
-
 def test_update_keeps_the_sites_and_replaces_their_priors():
     net = Net()
     IIDPrior(NORMAL, expose_modules=["head"]).apply_(net)

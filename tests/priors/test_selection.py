@@ -10,8 +10,6 @@ from tests.oracles.programs import NORMAL
 from tyxe.priors import IIDPrior
 from tyxe.util import pyro_sample_sites
 
-# --- selection ----------------------------------------------------------------------------------
-
 
 def sites(net=None, **rules):
     return list(IIDPrior(NORMAL, **rules).sites(Net() if net is None else net))
