@@ -4,7 +4,6 @@ import copy
 import functools
 import warnings
 
-import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta
@@ -12,14 +11,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
+from tests.oracles.bnns import NORMAL, NOTHING, mean_field, mlp
+from tests.oracles.nets import NetOf
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
 from tyxe.likelihoods import HeteroskedasticGaussian as Heteroskedastic
 
 N = 24
 X = torch.randn(N, 2, generator=torch.Generator().manual_seed(0))
 SUMS = X.sum(-1, keepdim=True)
-HIDDEN = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
 LIKELIHOODS = {
     "categorical": (Categorical(N), 3, torch.arange(N) % 3),
@@ -32,31 +31,41 @@ LIKELIHOODS = {
 }
 
 
+BATCH = [(X, torch.arange(N) % 3)]
+
+
 def net_for(likelihood, outputs):
     ends = [] if getattr(likelihood, "logit_predictions", True) else [nn.Softmax(-1)]
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs), *ends)
+    return mlp(2, 4, outputs).extend(ends)
 
 
-def make(kind, likelihood, outputs):
-    net = net_for(likelihood, outputs)
-    if kind == "map":
-        return tyxe.VariationalBNN(net, NORMAL, likelihood, AutoDelta)
-    if kind == "mean field":
-        return tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal)
-    if kind == "swag":
-        return tyxe.SWAG_BNN(net, NORMAL, likelihood, rank=2)
-    if kind == "laplace":
-        return tyxe.LaplaceBNN(net, NORMAL, likelihood)
-    return tyxe.VariationalBNN(net, HIDDEN, likelihood)
+KINDS = {
+    "ml": lambda *parts: tyxe.VariationalBNN(parts[0], NOTHING, parts[1]),
+    "map": lambda *parts: tyxe.VariationalBNN(parts[0], NORMAL, parts[1], AutoDelta),
+    "mean field": mean_field,
+    "swag": lambda *parts: tyxe.SWAG_BNN(parts[0], NORMAL, parts[1], rank=2),
+    "laplace": lambda *parts: tyxe.LaplaceBNN(parts[0], NORMAL, parts[1]),
+}
+
+
+def make(kind, name="categorical"):
+    likelihood, outputs, _ = LIKELIHOODS[name]
+    return KINDS[kind](net_for(likelihood, outputs), likelihood)
+
+
+def new(kind="mean field", name="categorical", count=2, **options):
+    torch.manual_seed(0)
+    return tyxe.EnsembleBNN(lambda _: make(kind, name), count, **options)
+
+
+def loader(name="categorical"):
+    return DataLoader(TensorDataset(X, LIKELIHOODS[name][2]), 7, shuffle=True)
 
 
 def ensemble_of(kind, name="categorical", count=2, **options):
-    likelihood, outputs, y = LIKELIHOODS[name]
-    torch.manual_seed(0)
-    ensemble = tyxe.EnsembleBNN(lambda _: make(kind, likelihood, outputs), count, **options)
-    loader = DataLoader(TensorDataset(X, y), 7, shuffle=True)
-    ensemble.fit(loader, ADAM, 5, **({"start": 0.0} if kind == "swag" else {}))
-    return ensemble, y
+    ensemble = new(kind, name, count, **options)
+    ensemble.fit(loader(name), ADAM, 3, **({"start": 0.0} if kind == "swag" else {}))
+    return ensemble, LIKELIHOODS[name][2]
 
 
 @pytest.mark.parametrize("kind", ["ml", "map", "mean field", "laplace", "swag"])
@@ -124,7 +133,7 @@ def test_chains_are_members_without_samples_after_an_error():
     kernel = tyxe.samplers.SGLD(lr=1e-3)
 
     def member(_):
-        return tyxe.MCMC_BNN(net_for(None, 3), NORMAL, Categorical(N), kernel)
+        return tyxe.MCMC_BNN(mlp(2, 4, 3), NORMAL, Categorical(N), kernel)
 
     class Stops(list):
         def __iter__(self):
@@ -133,10 +142,10 @@ def test_chains_are_members_without_samples_after_an_error():
 
     ensemble = tyxe.EnsembleBNN(member, 2)
     with pytest.raises(KeyboardInterrupt), pytest.warns(tyxe.TyxeWarning, match="keeps"):
-        ensemble.fit(Stops([(X, torch.arange(N) % 3)] * 20), 12, warmup_steps=4)
+        ensemble.fit(Stops(BATCH * 20), 12, warmup_steps=4)
     assert not len(ensemble.members[0].samples)
     fitted = tyxe.EnsembleBNN(member, 2)
-    fitted.fit([(X, torch.arange(N) % 3)], 4, warmup_steps=4)
+    fitted.fit(BATCH, 4, warmup_steps=4)
     assert fitted.predict(X, num_predictions=4, aggregate=False).shape == (8, N, 3)
     state = fitted.state_dict()
     bad = {name: v for name, v in state.items() if not name.startswith("members.1.samples.net.0")}
@@ -175,99 +184,78 @@ def test_a_prior_of_each_member_and_of_none_after_an_error():
     assert [member.prior for member in ensemble.members] == before
 
 
-class TestFit:
-    @staticmethod
-    def fitted(stop_at=None, through=None):
-        likelihood, outputs, y = LIKELIHOODS["categorical"]
-        torch.manual_seed(0)
-        ensemble = tyxe.EnsembleBNN(lambda _: make("mean field", likelihood, outputs), 3)
-        fit = functools.partial(ensemble.fit, DataLoader(TensorDataset(X, y), 7, shuffle=True))
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_interrupted_fit_goes_on_by_members(saved, tmp_path):
+    whole = new(count=3)
+    assert len(whole.fit(loader(), ADAM, 5)) == 3
+    ensemble, data = new(count=3), loader()
+    start = copy.deepcopy(ensemble.members[1].state_dict())
 
-        def stop(bnn, epoch, loss):
-            if bnn is ensemble.members[1] and epoch == 2:
-                raise KeyboardInterrupt
+    def stop(bnn, epoch, loss):
+        if bnn is ensemble.members[1] and epoch == 2:
+            raise KeyboardInterrupt
 
-        if stop_at:
-            start = copy.deepcopy(ensemble.members[1].state_dict())
-            with pytest.raises(KeyboardInterrupt):
-                fit(ADAM, 5, callback=stop)
-            for name, value in ensemble.members[1].state_dict().items():
-                torch.testing.assert_close(value, start[name])
-            torch.randn(7)
-            if through:
-                ensemble.save(through, training=True)
-                ensemble = tyxe.EnsembleBNN(lambda _: make("mean field", likelihood, outputs), 3)
-                ensemble.load(through)
-                fit = functools.partial(ensemble.fit, fit.args[0])
-            assert len(fit(ADAM, 5, resume=True)) == 2
-        else:
-            assert len(fit(ADAM, 5)) == 3
-        return ensemble
-
-    def test_an_interrupted_fit_goes_on_by_members(self, tmp_path):
-        expected = self.fitted().state_dict()
-        for through in (None, tmp_path / "ensemble.tyxe"):
-            found = self.fitted(stop_at=1, through=through)
-            for name, value in found.state_dict().items():
-                assert torch.equal(value, expected[name]), name
-            with pytest.raises(RuntimeError, match="no fit to resume"):
-                found.fit([(X, torch.arange(N) % 3)], ADAM, 1, resume=True)
-
-    def test_each_member_has_a_seed_of_its_own_and_the_callers_stream_goes_on(self):
-        likelihood, outputs, y = LIKELIHOODS["categorical"]
-        following = []
-        for epochs in (1, 3):
-            torch.manual_seed(0)
-            ensemble = tyxe.EnsembleBNN(lambda _: make("mean field", likelihood, outputs), 2)
-            ensemble.fit([(X, y)], ADAM, epochs)
-            following.append(torch.rand(()))
-        assert following[0] == following[1]
-        done = []
-        ensemble.fit([(X, y)], ADAM, 1, member_callback=lambda e, i: done.append((e, i)))
-        assert done == [(ensemble, 0), (ensemble, 1)]
-
-    def test_one_bar_that_names_the_member(self, capsys):
-        likelihood, outputs, y = LIKELIHOODS["categorical"]
-        ensemble = tyxe.EnsembleBNN(lambda _: make("ml", likelihood, outputs), 2)
-        ensemble.fit([(X, y)], ADAM, 1, progress=True)
-        shown = capsys.readouterr().err
-        assert "member 1/2 fit" in shown
-        assert "member 2/2 fit" in shown
-        assert "\n" not in shown  # in the place of one bar
+    with pytest.raises(KeyboardInterrupt):
+        ensemble.fit(data, ADAM, 5, callback=stop)
+    torch.testing.assert_close(ensemble.members[1].state_dict(), start)
+    torch.randn(7)
+    if saved:
+        ensemble.save(tmp_path / "ensemble.tyxe", training=True)
+        ensemble = new(count=3)
+        ensemble.load(tmp_path / "ensemble.tyxe")
+    assert len(ensemble.fit(data, ADAM, 5, resume=True)) == 2
+    torch.testing.assert_close(ensemble.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="no fit to resume"):
+        ensemble.fit(data, ADAM, 1, resume=True)
 
 
-def test_state():
+def test_each_member_has_a_seed_of_its_own_and_the_callers_stream_goes_on():
+    following, done = [], []
+    for epochs in (1, 3):
+        ensemble = new()
+        ensemble.fit(BATCH, ADAM, epochs)
+        following.append(torch.rand(()))
+    assert following[0] == following[1]
+    ensemble.fit(BATCH, ADAM, 1, member_callback=lambda e, i: done.append((e, i)))
+    assert done == [(ensemble, 0), (ensemble, 1)]
+
+
+def test_one_bar_that_names_the_member(capsys):
+    new("ml").fit(BATCH, ADAM, 1, progress=True)
+    shown = capsys.readouterr().err
+    assert "member 1/2 fit" in shown
+    assert "member 2/2 fit" in shown
+    assert "\n" not in shown  # in the place of one bar
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
     ensemble, _ = ensemble_of("mean field", weights=[1, 2])
     expected = ensemble.predict(X, num_predictions=0)
-    parts = LIKELIHOODS["categorical"][:2]
-    fresh = tyxe.EnsembleBNN(lambda _: make("mean field", *parts), 2, weights=[1, 1])
+    fresh = new(weights=[1, 1])
     before = copy.deepcopy(fresh.state_dict())
     state = ensemble.state_dict()
-    broken = {**state, "members.1.net_guide.locs.2:bias": torch.zeros(7)}
     name = next(k for k in state if k.startswith("members.1.net_guide.locs"))
-    infinite = {**state, name: torch.full_like(state[name], torch.inf)}
-    weights = [-1.0, 2.0], [0.0, torch.nan], [1.0] * 7
-    weighted = [{**state, "weights": torch.tensor(w)} for w in weights]
-    nan = {**state, name: torch.full_like(state[name], torch.nan)}
-    for bad in (nan, infinite, *weighted, {}, broken):
+    values = [state[name] + torch.nan, state[name] + torch.inf, torch.zeros(7)]
+    weights = [torch.tensor(w) for w in ([-1.0, 2.0], [0.0, torch.nan], [1.0] * 7)]
+    bad = [{**state, name: value} for value in values]
+    for one in (*bad, *({**state, "weights": each} for each in weights), {}):
         with pytest.raises(RuntimeError):
-            fresh.load_state_dict(bad)
-        for name, value in fresh.state_dict().items():
-            assert torch.equal(value, before[name])
+            fresh.load_state_dict(one)
+        torch.testing.assert_close(fresh.state_dict(), before, rtol=0, atol=0)
     for checkpoint in (state, [1]):
         with pytest.raises(RuntimeError, match="no checkpoint of an ensemble"):
             fresh.load_checkpoint(checkpoint)
     with pytest.raises(ValueError, match="num_epochs"):
-        fresh.fit([(X, torch.arange(N) % 3)], ADAM, -1)
+        fresh.fit(BATCH, ADAM, -1)
     with pytest.raises(RuntimeError, match="no fit to resume"):
-        fresh.fit([(X, torch.arange(N) % 3)], ADAM, 1, resume=True)
+        fresh.fit(BATCH, ADAM, 1, resume=True)
     fresh.load_state_dict(state)
     torch.testing.assert_close(fresh.predict(X, num_predictions=0), expected)
     assert ensemble.double().predict(X.double(), num_predictions=0).dtype == torch.float64
 
 
 def test_members_that_are_one():
-    one, other = member(), member()
+    one, other = make("ml"), make("ml")
     with pytest.raises(ValueError, match=r"members 0 and 1 share '.*': make_member has to make"):
         tyxe.EnsembleBNN(lambda _: one, 2)
     other.net[0].weight = one.net[0].weight
@@ -279,19 +267,15 @@ def test_members_that_are_one():
     assert len(tyxe.EnsembleBNN(lambda i: (one, other)[i], 2).members) == 2
 
 
-def member(kind="categorical"):
-    return make("ml", *LIKELIHOODS[kind][:2])
-
-
 BAD = [
-    (lambda i: member(), 0, {}, ValueError, "num_members is 0"),
-    (lambda i: member(), 2, {"weights": [1.0]}, ValueError, "weights are .* expected 2 numbers"),
-    (lambda i: member(), 2, {"weights": [1.0, -1.0]}, ValueError, "not negative"),
-    (lambda i: member(), 2, {"weights": [0.0, 0.0]}, ValueError, "not all 0"),
-    (member(), 2, {}, TypeError, r"make_member is a VariationalBNN.*lambda index"),
+    (lambda i: make("ml"), 0, {}, ValueError, "num_members is 0"),
+    (lambda i: make("ml"), 2, {"weights": [1.0]}, ValueError, "weights are .* expected 2 numbers"),
+    (lambda i: make("ml"), 2, {"weights": [1.0, -1.0]}, ValueError, "not negative"),
+    (lambda i: make("ml"), 2, {"weights": [0.0, 0.0]}, ValueError, "not all 0"),
+    (make("ml"), 2, {}, TypeError, r"make_member is a VariationalBNN.*lambda index"),
     (lambda i: nn.Linear(2, 1), 2, {}, TypeError, r"make_member made .*Linear"),
     *(
-        (lambda i, kinds=kinds: member(kinds[i]), 2, {}, ValueError, "several kinds")
+        (lambda i, kinds=kinds: make("ml", kinds[i]), 2, {}, ValueError, "several kinds")
         for kinds in (["gaussian", "poisson"], ["categorical", "probabilities"])
     ),
 ]
@@ -303,17 +287,12 @@ def test_bad_arguments(make_member, count, options, error, message):
         tyxe.EnsembleBNN(make_member, count, **options)
 
 
-class Sum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 3)
-
-    def forward(self, one, other):
-        return self.layer(one) + self.layer(other)
-
-
 def test_lists_of_inputs_in_batches_are_arguments():
-    ensemble = tyxe.EnsembleBNN(lambda _: tyxe.VariationalBNN(Sum(), HIDDEN, Categorical(N)), 2)
+    def member(_):
+        net = NetOf(lambda self, one, other: self.layer(one + 2 * other), layer=nn.Linear(2, 3))
+        return tyxe.VariationalBNN(net, NOTHING, Categorical(N))
+
+    ensemble = tyxe.EnsembleBNN(member, 2)
     batches = [([X, X], torch.arange(N) % 3)]  # as DataLoader collates them
     assert ensemble.predict(batches).shape == (N, 3)
     assert ensemble.predict(batches, aggregate=False).shape == (2, N, 3)

@@ -8,36 +8,14 @@ import torch
 import torch.nn as nn
 
 import tyxe
-from tests.oracles.bnns import NORMAL
+from tests.oracles.bnns import NORMAL, mlp
 from tests.oracles.laplace import ADAM
+from tests.oracles.nets import NetOf
 from tyxe.likelihoods import Bernoulli, Categorical, Poisson
 from tyxe.likelihoods import HeteroskedasticGaussian as Heteroskedastic
 from tyxe.likelihoods import HomoskedasticGaussian as Homoskedastic
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-class TwoInputs(nn.Module):
-    """Takes an image and a vector."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.dense, self.head = nn.Conv2d(1, 2, 2), nn.Linear(3, 4), nn.Linear(12, 2)
-
-    def forward(self, image, vector):
-        parts = [self.conv(image).flatten(1), self.dense(vector)]
-        return self.head(torch.cat(parts, 1).tanh())
-
-
-class Segments(nn.Module):
-    """Class logits for every pixel, classes last."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 3, 3, padding=1)
-
-    def forward(self, x):
-        return self.conv(x).movedim(1, -1)
 
 
 def rows():
@@ -56,19 +34,32 @@ def squeezed():
     return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
 
 
+def two_inputs():
+    """Return a net that takes an image and a vector."""
+
+    def forward(self, image, vector):
+        parts = [self.conv(image).flatten(1), self.dense(vector)]
+        return self.head(torch.cat(parts, 1).tanh())
+
+    parts = {"conv": nn.Conv2d(1, 2, 2), "dense": nn.Linear(3, 4), "head": nn.Linear(12, 2)}
+    return NetOf(forward, **parts)
+
+
+def segments():
+    """Return a net of class logits for every pixel, classes last."""
+    conv = nn.Conv2d(1, 3, 3, padding=1)
+    return NetOf(lambda self, x: self.conv(x).movedim(1, -1), conv=conv)
+
+
 def normed():
     layers = nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)
     return nn.Sequential(*layers)
 
 
-def half():
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).bfloat16()
-
-
 LABELS, COUNTS = Bernoulli(6, event_dim=1), Poisson(6, event_dim=1)
 KINDS = {
-    "several inputs": lambda: (TwoInputs(), Categorical(6), (images(), rows()), below(2)),
-    "segmentation": lambda: (Segments(), Categorical(4), images(4), below(3, 4, 3, 3)),
+    "several inputs": lambda: (two_inputs(), Categorical(6), (images(), rows()), below(2)),
+    "segmentation": lambda: (segments(), Categorical(4), images(4), below(3, 4, 3, 3)),
     "multi-label": lambda: (nn.Linear(3, 5), LABELS, rows(), below(2, 6, 5).double()),
     "binary": lambda: (squeezed(), Bernoulli(6), rows(), below(2).double()),
     "counts": lambda: (nn.Linear(3, 1), COUNTS, rows(), below(5, 6, 1).double()),
@@ -77,7 +68,7 @@ KINDS = {
     "squeezed": lambda: (squeezed(), Homoskedastic(6, scale=0.5), rows(), torch.randn(6)),
     "many classes": lambda: (nn.Linear(4, 100), Categorical(6), torch.randn(6, 4), below(100)),
     "batch norm": lambda: (normed(), Categorical(6), images(), below(2)),
-    "bfloat16": lambda: (half(), Categorical(6), rows().bfloat16(), below(2)),
+    "bfloat16": lambda: (mlp(3, 4, 2).bfloat16(), Categorical(6), rows().bfloat16(), below(2)),
 }
 
 
@@ -88,13 +79,8 @@ def test_a_net_of_every_kind(kind, structure):
     net, likelihood, inputs, targets = KINDS[kind]()
     bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood, structure=structure)
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    half = [slice(0, 2), slice(2, None)]
-    batches = [
-        (tuple(x[s] for x in inputs) if isinstance(inputs, tuple) else inputs[s], targets[s])
-        for s in half
-    ]
+    batches = [(tuple(x[s] for x in arguments), targets[s]) for s in (slice(2), slice(2, None))]
     bnn.fit_curvature(batches)
-    assert bnn.log_marginal_likelihood().isfinite()
     before = bnn.log_marginal_likelihood()
     bnn.optimize_prior_precision()
     assert bnn.log_marginal_likelihood() >= before
@@ -107,9 +93,8 @@ def test_a_net_of_every_kind(kind, structure):
     for model, options in models:
         samples = model.predict(*arguments, num_predictions=3, aggregate=False, **options)
         assert samples.shape == (3, *centre.shape[1:])
-        error, log_likelihood = model.evaluate(
-            inputs, targets, num_predictions=8, reduction="none", **options
-        )
+        options.update(num_predictions=8, reduction="none")
+        error, log_likelihood = model.evaluate(inputs, targets, **options)
         assert error.shape == (len(targets),)
         assert bool(log_likelihood.isfinite().all())
 
@@ -117,7 +102,7 @@ def test_a_net_of_every_kind(kind, structure):
 def in_single(structure, norm=False):
     """A net in float32 whose first layer has most of the variance, fitted to a few points."""
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    net = mlp(3, 8, 3)
     if norm:
         net.insert(1, nn.LayerNorm(8))
     x, y = torch.randn(20, 3), torch.randint(0, 3, (20,))
@@ -160,34 +145,6 @@ def test_a_net_put_into_half_precision_after_its_fit_keeps_its_posterior(structu
     torch.testing.assert_close(other.net_guide.precision.to_dense(), precision)
 
 
-def test_a_parameter_without_dimensions_is_fitted():
-    class Scaled(nn.Linear):
-        def __init__(self):
-            super().__init__(3, 2)
-            self.log_scale = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x):
-            return super().forward(x) * self.log_scale.exp()
-
-    x = rows()
-    bnn = tyxe.LaplaceBNN(Scaled(), NORMAL, Categorical(6))
-    assert bnn(x).shape == (6, 2)
-    bnn.fit([(x, below(2))], ADAM, 1)
-    assert bnn.log_marginal_likelihood().isfinite()
-
-
-@pytest.mark.parametrize("hidden", [True, False])
-def test_batch_norm_hidden_or_not(hidden):
-    net, likelihood, inputs, targets = KINDS["batch norm"]()
-    types = [nn.BatchNorm2d] if hidden else []
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_module_types=types)
-    bnn = tyxe.LaplaceBNN(net, prior, likelihood)
-    bnn.fit([(inputs, targets)], ADAM, 3)
-    names = {group.name for group in bnn.state.curvature.blocks}
-    assert ("net.1.weight" in names) is not hidden
-    assert bnn.predict(inputs).shape == (6, 2)
-
-
 def test_sequences_of_several_lengths():
     torch.manual_seed(0)
     batches = [(torch.randn(3, length, 2), torch.randn(3, length, 2)) for length in (2, 7)]
@@ -203,7 +160,7 @@ def test_sequences_of_several_lengths():
 @pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank"])
 def test_a_noise_that_is_learned_counts_as_its_number(structure):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    net = mlp(2, 3, 2)
     data = torch.randn(6, 2), torch.randn(6, 2)
     found = []
     for learn_scale in (True, False):
@@ -216,22 +173,14 @@ def test_a_noise_that_is_learned_counts_as_its_number(structure):
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_a_number_without_dimensions_keeps_its_kind_of_prior():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.scale = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
-
-        def forward(self, x):
-            return self.scale * self.layer(x)
-
+def test_a_number_without_dimensions_is_fitted_and_keeps_its_kind_of_prior():
     def make():
-        likelihood = tyxe.likelihoods.HomoskedasticGaussian(8, scale=0.5)
-        prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
-        return tyxe.LaplaceBNN(Scaled(), prior, likelihood, structure="full")
+        parts = {"layer": nn.Linear(2, 1), "scale": nn.Parameter(torch.ones(()))}
+        net = NetOf(lambda self, x: self.scale * self.layer(x), **parts)
+        return tyxe.LaplaceBNN(net, NORMAL, Homoskedastic(8, scale=0.5), structure="full")
 
     bnn, x = make(), torch.linspace(-1, 1, 16).reshape(8, 2)
-    bnn.fit_curvature([(x, x[:, :1])])
+    bnn.fit([(x, x[:, :1])], ADAM, 1)
     bnn.optimize_prior_precision("evidence")
     other = make()
     other.load_state_dict(bnn.state_dict())

@@ -90,20 +90,3 @@ def maximise(bnn, points, x, y):
             max_iter=500,
             tolerance_grad=1e-12,
         )
-
-
-def noise_elbo(m_w, r_w, m_s, r_s, x, y):
-    """The ELBO of mean-field weights and a log-normal noise scale, in closed form."""
-    design = torch.cat([x, torch.ones(N, 1).double()], 1)
-    residual = (y.squeeze(-1) - design @ m_w).square().sum()
-    spread = (design.square() @ r_w.exp().square()).sum()
-    variance = r_s.exp().square()
-    inverse_square = torch.exp(-2 * m_s + 2 * variance)
-    data = -N * m_s - N / 2 * math.log(2 * math.pi) - inverse_square * (residual + spread) / 2
-    kl_w = torch.distributions.kl_divergence(
-        torch.distributions.Normal(m_w, r_w.exp()), torch.distributions.Normal(0.0, PRIOR_STD)
-    ).sum()
-    kl_s = torch.distributions.kl_divergence(
-        torch.distributions.Normal(m_s, r_s.exp()), torch.distributions.Normal(-1.0, 0.5)
-    )
-    return data - kl_w - kl_s
