@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -12,12 +11,14 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import tyxe
+from tests.oracles import bnns
+from tests.oracles.bnns import HIDE_NORMS
+from tests.oracles.predictions import seeded
 from tests.oracles.states import assert_same_state
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical
 
 N = 30
-PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
 
 
 def inputs():
@@ -41,10 +42,10 @@ class Shared(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    return bnns.two_layers(4, 6, 3, nn.BatchNorm1d(6), nn.Tanh())
 
 
-def made(net=None, scale=0.3, prior=PRIOR):
+def made(net=None, scale=0.3, prior=HIDE_NORMS):
     torch.manual_seed(0)
     guide = functools.partial(AutoNormal, init_scale=scale)
     return tyxe.VariationalBNN(net or mlp(), prior, Categorical(N), guide)
@@ -52,21 +53,20 @@ def made(net=None, scale=0.3, prior=PRIOR):
 
 def laplace():
     torch.manual_seed(0)
-    bnn = tyxe.LaplaceBNN(mlp(), PRIOR, Categorical(N))
+    bnn = tyxe.LaplaceBNN(mlp(), HIDE_NORMS, Categorical(N))
     bnn.fit_curvature(batches())
     return bnn
 
 
 def mcmc():
-    bnn = tyxe.MCMC_BNN(mlp(), PRIOR, Categorical(N), tyxe.samplers.HMC)
+    bnn = tyxe.MCMC_BNN(mlp(), HIDE_NORMS, Categorical(N), tyxe.samplers.HMC)
     with pytest.warns(tyxe.TyxeWarning):
         bnn.fit(batches(), num_samples=3, warmup_steps=2, num_chains=2)
     return bnn
 
 
-def seeded(function, *args, **options):
-    pyro.set_rng_seed(3)
-    return function(*args, **options)
+def assert_same(state, before):
+    assert all(torch.equal(before[name], value) for name, value in state.items())
 
 
 def expected(bnn, x, count):
@@ -98,26 +98,19 @@ def test_the_centre_is_that_of_update_bn(net):
 def test_each_draw_has_its_own(kind):
     bnn, x = kind(), inputs()
     bnn.update_norm_statistics(batches())
+    before = copy.deepcopy(bnn.net.state_dict())
     options = {"num_predictions": 3, "aggregate": False, "predictive": "bnn"}
     found = seeded(bnn.predict, x, **options)
-    ensemble = seeded(bnn.to_ensemble, 3)
-    plain = torch.stack([member(x) for member in ensemble.members])
-    before = copy.deepcopy(bnn.net.state_dict())
-    want = expected(bnn, x, 3)
-    torch.testing.assert_close(found, want)
-    torch.testing.assert_close(plain, want)
-    for name, value in bnn.net.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-
-
-def test_one_draw_as_a_module():
-    bnn = made()
-    bnn.update_norm_statistics(batches())
-    module = seeded(bnn.to_module, sample=True)
-    own = copy.deepcopy(module).train()
+    plain = torch.stack([member(x) for member in seeded(bnn.to_ensemble, 3).members])
+    one = bnn.to_module(sample=True)
+    own = copy.deepcopy(one).train()
     update_bn(batches(), own)
-    torch.testing.assert_close(own[1].running_mean, module[1].running_mean)
-    assert not torch.allclose(bnn.net[1].running_mean, module[1].running_mean)
+    torch.testing.assert_close(one(x), own.eval()(x))
+    assert_same(bnn.net.state_dict(), before)
+    want = expected(bnn, x, 3)
+    torch.testing.assert_close((found, plain), (want, want))
+    with tyxe.poutine.local_reparameterization():
+        assert bool(bnn.predict(x, **options).isfinite().all())
 
 
 class Counted(list):
@@ -159,14 +152,12 @@ def test_the_centre_and_glm_take_the_nets_own():
 
 
 def test_only_norms_are_in_train_mode():
-    net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    bnn = made(net)
+    bnn = made(bnns.two_layers(4, 6, 3, nn.Dropout(0.5), nn.BatchNorm1d(6)))
     modes = [module.training for module in bnn.modules()]
     bnn.update_norm_statistics(batches())
     own = bnn.to_module()
-    own[2].train()
-    update_bn_of_norms = [own[0](x).mean(0) for x, _ in batches()]
-    torch.testing.assert_close(bnn.net[2].running_mean, torch.stack(update_bn_of_norms).mean(0))
+    means = torch.stack([own[0](x).mean(0) for x, _ in batches()])
+    torch.testing.assert_close(bnn.net[2].running_mean, means.mean(0))
     assert [module.training for module in bnn.modules()] == modes
 
 
@@ -188,27 +179,22 @@ def test_instance_norms():
 def test_frozen_parts_keep_theirs():
     net = nn.Sequential(mlp(), nn.BatchNorm1d(3), nn.Linear(3, 3))
     net[0].requires_grad_(False).eval()
-    bnn = made(net, prior=tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_all=False,
-               expose_modules=[net[2]]))  # fmt: skip
+    last = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_all=False, expose_modules=[net[2]])
+    bnn = made(net, prior=last)
     before = bnn.net[0][1].running_mean.clone()
     bnn.update_norm_statistics(batches())
     torch.testing.assert_close(bnn.net[0][1].running_mean, before, rtol=0, atol=0)
     assert not torch.allclose(bnn.net[1].running_mean, torch.zeros(3))
 
 
-def test_a_net_without_norms_stays_as_it_is():
-    bnn, loader = made(nn.Linear(4, 3)), Counted(batches())
-    bnn.update_norm_statistics(loader)
-    bnn.predict(inputs(), num_predictions=2, vectorize=True)
-    assert loader.passes == 0
-
-
-def test_none_forgets_the_loader():
-    bnn, loader = made(), Counted(batches())
-    bnn.update_norm_statistics(loader)
-    bnn.update_norm_statistics(None)
-    bnn.predict(inputs(), num_predictions=2, vectorize=True)
-    assert loader.passes == 1
+def test_without_norms_and_after_none_there_is_no_loader():
+    for net, passes in ((nn.Linear(4, 3), 0), (mlp(), 1)):
+        bnn, loader = made(net), Counted(batches())
+        bnn.update_norm_statistics(loader)
+        if passes:
+            bnn.update_norm_statistics(None)
+        bnn.predict(inputs(), num_predictions=2, vectorize=True)
+        assert loader.passes == passes
 
 
 @pytest.mark.parametrize("kind", ["one", "ensemble"])
@@ -256,30 +242,28 @@ class Failing(Counted):
         yield from others
 
 
-def test_an_error_leaves_the_statistics_as_they_were():
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (lambda bnn: bnn.predict(inputs(), num_predictions=3), OSError),
+        (lambda bnn: bnn.to_ensemble(3), OSError),
+        (lambda bnn: bnn.to_module(sample=True), OSError),
+        (lambda bnn: bnn.update_norm_statistics([]), ValueError),
+        (lambda bnn: bnn.predict(inputs(), num_predictions=2, vectorize=True), ValueError),
+    ],
+)
+def test_an_error_leaves_the_statistics_as_they_were(use, error):
     bnn = made()
     bnn.update_norm_statistics(Failing(batches()))
+    if error is OSError:
+        bnn.predict(inputs(), num_predictions=1)
     before = copy.deepcopy(bnn.net.state_dict())
     modes = [module.training for module in bnn.modules()]
-    for use in (
-        lambda: bnn.predict(inputs(), num_predictions=3),
-        lambda: bnn.to_ensemble(3),
-        lambda: bnn.to_module(sample=True),
-        lambda: bnn.update_norm_statistics([]),
-    ):
-        with pytest.raises((OSError, ValueError), match=r"the disk is gone|is empty"):
-            use()
-        state = bnn.net.state_dict()
-        assert all(torch.equal(before[name], value) for name, value in state.items())
-        assert [module.training for module in bnn.modules()] == modes
-        assert bnn.net[1].momentum == 0.1
-
-
-def test_vectorize_is_refused():
-    bnn = made()
-    bnn.update_norm_statistics(batches())
-    with pytest.raises(ValueError, match="update_norm_statistics has been called: leave vectorize"):
-        bnn.predict(inputs(), num_predictions=2, vectorize=True)
+    with pytest.raises(error, match=r"the disk is gone|is empty|leave vectorize"):
+        use(bnn)
+    assert_same(bnn.net.state_dict(), before)
+    assert [module.training for module in bnn.modules()] == modes
+    assert bnn.net[1].momentum == 0.1
 
 
 def test_an_ensemble_shares_all_but_the_statistics():
@@ -291,11 +275,3 @@ def test_an_ensemble_shares_all_but_the_statistics():
     assert first.table is second.table
     assert first[1].weight is second[1].weight
     assert first[1].running_mean is not second[1].running_mean
-
-
-def test_under_local_reparameterization():
-    bnn = made()
-    bnn.update_norm_statistics(batches())
-    with tyxe.poutine.local_reparameterization():
-        found = bnn.predict(inputs(), num_predictions=2, aggregate=False)
-    assert bool(found.isfinite().all())

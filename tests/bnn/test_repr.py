@@ -9,19 +9,18 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import ADAM, NORMAL, NOTHING, mean_field
+from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint
 
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 DATA = [(torch.ones(4, 2), torch.arange(4) % 3)]
-ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
 
 
-def variational(index=0, prior=NORMAL):
-    likelihood = tyxe.likelihoods.Categorical(4)
-    return tyxe.VariationalBNN(nn.Linear(2, 3), prior, likelihood, tyxe.guides.AutoNormal)
+def variational(index=0):
+    return mean_field(nn.Linear(2, 3), Categorical(4))
 
 
 def laplace():
-    return tyxe.LaplaceBNN(nn.Linear(2, 3), NORMAL, tyxe.likelihoods.Categorical(4))
+    return tyxe.LaplaceBNN(nn.Linear(2, 3), NORMAL, Categorical(4))
 
 
 def lines(bnn):
@@ -30,7 +29,7 @@ def lines(bnn):
 
 
 def test_parts_are_named_and_weights_counted():
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(7, scale=dist.Uniform(0.0, 1.0))
+    likelihood = HomoskedasticGaussian(7, scale=dist.Uniform(0.0, 1.0))
     net = nn.Sequential(nn.Linear(50, 40), nn.Linear(40, 1))
     prior = tyxe.priors.LayerwiseNormalPrior("radford", expose_modules=[net[0]])
     normal = tyxe.guides.AutoNormal
@@ -47,23 +46,23 @@ def test_parts_are_named_and_weights_counted():
 
 
 def test_the_net_is_shown_as_torch_shows_it():
-    assert repr(variational()).endswith(
-        "  (net): Linear(in_features=2, out_features=3, bias=True)\n)"
-    )
+    shown = "  (net): Linear(in_features=2, out_features=3, bias=True)\n)"
+    assert repr(variational()).endswith(shown)
     assert "(bnn): VariationalBNN(\n" in repr(nn.ModuleDict({"bnn": variational()}))
 
 
 def test_nothing_is_random_under_maximum_likelihood():
-    hidden = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
-    bnn = tyxe.VariationalBNN(nn.Linear(2, 3), hidden, tyxe.likelihoods.Categorical())
-    found = lines(bnn)
+    found = lines(tyxe.VariationalBNN(nn.Linear(2, 3), NOTHING, Categorical()))
     assert found["random weights"] == "0 of 9, in 0 sites"
     assert found["likelihood"] == "Categorical(dataset_size=None)"
     assert "guide" not in found
 
 
+NOISE = "HomoskedasticGaussian(dataset_size=9, "
+
+
 def noise(**options):
-    return tyxe.likelihoods.HomoskedasticGaussian(9, **options)
+    return HomoskedasticGaussian(9, **options)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +72,10 @@ def noise(**options):
         (tyxe.priors.BinaryPrior(scale="radford"), "BinaryPrior(delta=None, scale='radford')"),
         (tyxe.priors.DictPrior({"w": dist.Normal(0, 1)}), "DictPrior(1 distributions)"),
         (tyxe.priors.LambdaPrior(lambda *_: dist.Normal(0, 1)), "LambdaPrior()"),
-        (noise(scale=0.5), "HomoskedasticGaussian(dataset_size=9, scale=0.5)"),
-        (noise(precision=4.0), "HomoskedasticGaussian(dataset_size=9, precision=4.0)"),
-        (noise(scale=torch.ones(3)), "HomoskedasticGaussian(dataset_size=9, scale=(3,) tensor)"),
-        (
-            noise(scale=1.0, learn_scale=True),
-            "HomoskedasticGaussian(dataset_size=9, scale=() parameter)",
-        ),
+        (noise(scale=0.5), NOISE + "scale=0.5)"),
+        (noise(precision=4.0), NOISE + "precision=4.0)"),
+        (noise(scale=torch.ones(3)), NOISE + "scale=(3,) tensor)"),
+        (noise(scale=1.0, learn_scale=True), NOISE + "scale=() parameter)"),
         (tyxe.calibration.TemperatureScaling(), "TemperatureScaling(temperature=None)"),
     ],
 )
@@ -88,9 +84,7 @@ def test_parts_say_their_arguments(part, words):
 
 
 def test_the_parts_of_a_likelihood_are_named():
-    parts = {"kind": tyxe.likelihoods.Categorical(4), "flag": tyxe.likelihoods.Bernoulli(4)}
-    joint = tyxe.likelihoods.Joint(**parts)
-    bnn = tyxe.VariationalBNN(nn.Linear(2, 3), NORMAL, joint, tyxe.guides.AutoNormal)
+    bnn = mean_field(nn.Linear(2, 3), Joint(kind=Categorical(4), flag=Bernoulli(4)))
     inner = "Categorical(dataset_size=4), Bernoulli(dataset_size=4)"
     assert lines(bnn)["likelihood"] == f"Joint(dataset_size=4) of {inner}"
 
@@ -103,9 +97,6 @@ def test_the_state_follows_fits_files_and_copies(tmp_path):
     assert lines(bnn)["state"] == lines(copy.deepcopy(bnn))["state"] == "fitted, 12 epochs"
     bnn.save(tmp_path / "bnn.tyxe")
     fresh = variational()
-    with pytest.raises(FileNotFoundError):
-        fresh.load(tmp_path / "other.tyxe")
-    assert lines(fresh)["state"] == "not fitted"
     with pytest.raises(RuntimeError):
         fresh.load_state_dict({})
     assert lines(fresh)["state"] == "not fitted"
@@ -136,11 +127,12 @@ def test_laplace_is_fitted_when_it_has_a_curvature(tmp_path):
 
 
 def test_samples_and_snapshots_are_counted():
-    likelihood = tyxe.likelihoods.Categorical(4)
-    nuts = tyxe.MCMC_BNN(nn.Linear(2, 3), NORMAL, likelihood, tyxe.samplers.HMC(num_steps=2))
-    assert (lines(nuts)["kernel"], lines(nuts)["state"]) == ("HMC", "not fitted")
-    nuts.fit(DATA, 5, warmup_steps=150, num_chains=2)
-    assert lines(nuts)["state"] == "2 chains of 5 samples"
+    likelihood = Categorical(4)
+    kernel = tyxe.samplers.HMC(adapt_step_size=False, adapt_mass_matrix=False)
+    chains = tyxe.MCMC_BNN(nn.Linear(2, 3), NORMAL, likelihood, kernel)
+    assert (lines(chains)["kernel"], lines(chains)["state"]) == ("HMC", "not fitted")
+    chains.fit(DATA, 5, warmup_steps=0, num_chains=2, compile=False)
+    assert lines(chains)["state"] == "2 chains of 5 samples"
     swag = tyxe.SWAG_BNN(nn.Linear(2, 3), NORMAL, likelihood, rank=2)
     assert lines(swag)["state"] == "not fitted"
     swag.fit(DATA, ADAM, 3, start=0)
@@ -149,6 +141,13 @@ def test_samples_and_snapshots_are_counted():
 
 def test_members_of_an_ensemble_are_counted_by_their_states():
     ensemble = tyxe.EnsembleBNN(variational, 3)
+
+    def fail(bnn, epoch, loss):
+        raise KeyError(epoch)
+
+    with pytest.raises(KeyError):
+        ensemble.fit(DATA, ADAM, 2, fail)
+    assert "state: 3 x not fitted\n" in repr(ensemble)
     ensemble.members[1].fit(DATA, ADAM, 2)
     assert repr(ensemble).startswith(
         "EnsembleBNN(\n  members: 3\n  state: 2 x not fitted; 1 x fitted, 2 epochs\n"
@@ -156,17 +155,6 @@ def test_members_of_an_ensemble_are_counted_by_their_states():
     )
     ensemble.fit(DATA, ADAM, 4, vectorize=True)
     assert "state: 3 x fitted, 4 epochs\n" in repr(ensemble)
-
-
-def test_a_member_whose_fit_fails_is_as_it_was():
-    ensemble = tyxe.EnsembleBNN(variational, 2)
-
-    def fail(bnn, epoch, loss):
-        raise KeyError(epoch)
-
-    with pytest.raises(KeyError):
-        ensemble.fit(DATA, ADAM, 2, fail)
-    assert "state: 2 x not fitted\n" in repr(ensemble)
 
 
 def test_a_loop_of_ones_own_is_said():

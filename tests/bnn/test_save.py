@@ -4,16 +4,17 @@ import copy
 from functools import partial
 from pathlib import Path
 
-import pyro
 import pytest
 import torch
 
 import tyxe
+from tests.oracles.rejections import rejects
 from tests.oracles.states import (
     ADAM,
     GUIDES,
     NORMAL,
     N,
+    assert_same_predictions,
     assert_same_state,
     data,
     fitted,
@@ -27,8 +28,11 @@ from tyxe.likelihoods import HomoskedasticGaussian
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
 
+NOISE = HomoskedasticGaussian(N, scale=0.1)
+
+
 def laplace(structure: str = "kron"):
-    return tyxe.LaplaceBNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1), structure=structure)
+    return tyxe.LaplaceBNN(net(), NORMAL, NOISE, structure=structure)
 
 
 def fitted_laplace(structure: str = "kron"):
@@ -44,7 +48,7 @@ def sampled():
 
 
 def swag():
-    return tyxe.SWAG_BNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1), rank=2)
+    return tyxe.SWAG_BNN(net(), NORMAL, NOISE, rank=2)
 
 
 def fitted_swag():
@@ -80,17 +84,8 @@ def test_a_loaded_bnn_is_the_saved_one(name: str, tmp_path: Path) -> None:
     loaded = fresh()
     loaded.load(path)
     assert_same_state(loaded, bnn)
-    pyro.set_rng_seed(1)
-    expected = bnn.predict(data()[0], num_predictions=3)
-    pyro.set_rng_seed(1)
-    found = loaded.predict(data()[0], num_predictions=3)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_a_state_is_tensors_each_of_them_once(name: str) -> None:
-    """What safetensors asks for, and with it the trainers that save by it."""
-    bnn = MADE[name][0]()
+    assert_same_predictions(loaded, bnn)
+    # What safetensors asks for, and with it the trainers that save by it.
     state = bnn.state_dict()
     assert all(type(value) is torch.Tensor for value in state.values())
     assert all(value.is_contiguous() for value in state.values())
@@ -99,25 +94,14 @@ def test_a_state_is_tensors_each_of_them_once(name: str) -> None:
     assert not {key for key in state if key.startswith("net.") and key[4:6] in ("0.", "2.")}
 
 
-DAMAGE = {
-    "a bit": lambda data: data[:500] + bytes([data[500] ^ 1]) + data[501:],
-    "its end": lambda data: data[:-20],
-    "all of it": lambda data: b"",
-    "another file": lambda data: b"accuracy: 0.9",
-}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
 @pytest.mark.parametrize("training", [False, True])
-def test_a_damaged_file_changes_nothing(what: str, training: bool, tmp_path: Path) -> None:
+def test_a_damaged_file_changes_nothing(training: bool, tmp_path: Path) -> None:
     path = tmp_path / "bnn.tyxe"
     fitted().save(path, training)
-    path.write_bytes(DAMAGE[what](path.read_bytes()))
+    content = path.read_bytes()
+    path.write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:])
     bnn = fitted()
-    before = copy.deepcopy(bnn)
-    with pytest.raises(ValueError, match="damaged"):
-        bnn.load(path)
-    assert_same_state(bnn, before)
+    rejects(bnn, ValueError, "damaged", lambda: bnn.load(path))
 
 
 def test_files_of_others_are_errors(tmp_path: Path) -> None:
@@ -126,10 +110,7 @@ def test_files_of_others_are_errors(tmp_path: Path) -> None:
         make().load(path)
     make(hidden=5).save(path)
     bnn = fitted()
-    before = copy.deepcopy(bnn)
-    with pytest.raises(RuntimeError, match="does not fit this VariationalBNN"):
-        bnn.load(path)
-    assert_same_state(bnn, before)
+    rejects(bnn, RuntimeError, "does not fit this VariationalBNN", lambda: bnn.load(path))
     tyxe.files.write(path, {"loss": 1.0})
     with pytest.raises(ValueError, match="not written by the save of a BNN"):
         bnn.load(path)
@@ -191,7 +172,5 @@ def test_an_optimiser_of_other_shapes_is_refused() -> None:
     state[0]["exp_avg"] = torch.zeros(1000, 1000)
     fresh = make()
     fresh.load_checkpoint(taken)
-    before = copy.deepcopy(fresh)
-    with pytest.raises(ValueError, match=r"optimiser has exp_avg of shape \(1000, 1000\) for a"):
-        fresh.fit([data()], ADAM, 1)
-    assert_same_state(fresh, before)
+    message = r"optimiser has exp_avg of shape \(1000, 1000\) for a"
+    rejects(fresh, ValueError, message, lambda: fresh.fit([data()], ADAM, 1))

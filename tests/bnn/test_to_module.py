@@ -93,17 +93,6 @@ def test_to_module_of_a_frozen_backbone_keeps_it_frozen():
     assert grads == {"0.weight": False, "0.bias": False, "2.weight": True, "2.bias": True}
 
 
-def test_forward_draws_from_the_posterior():
-    bnn, x = make(), inputs()
-    pyro.set_rng_seed(3)
-    output = bnn(x)
-    assert output.requires_grad
-    pyro.set_rng_seed(3)
-    drawn = bnn._one_draw()
-    own = {name.removeprefix("net."): value for name, value in drawn.items()}
-    torch.testing.assert_close(output, torch.func.functional_call(net(), own, (x,)))
-
-
 def test_guided_forward_replays_a_trace():
     bnn, x = make(), inputs()
     trace = pyro.poutine.trace(bnn.guide).get_trace()

@@ -1,26 +1,23 @@
 """tyxe.Trainable: the steps of `fit` in a loop of one's own."""
 
-import functools
 from contextlib import nullcontext
 
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import ADAM, HIDE_NORMS, NORMAL, mean_field, mlp, two_layers
 from tests.oracles.nets import KindAndSize, kind_and_size
+from tests.oracles.predictions import seeded
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 X, Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
-ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
 
 
 def variational(net=None, likelihood=None, **options):
     torch.manual_seed(0)
-    net = net or nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-    likelihood = likelihood or tyxe.likelihoods.Categorical(20)
-    return tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal, **options)
+    return mean_field(net or mlp(3, 8, 2), likelihood or Categorical(20), **options)
 
 
 def by_hand(module, batches, epochs=3):
@@ -39,68 +36,69 @@ def by_hand(module, batches, epochs=3):
 
 def laplace(net=None):
     torch.manual_seed(0)
-    net = net or nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-    return tyxe.LaplaceBNN(net, NORMAL, tyxe.likelihoods.Categorical(20))
+    return tyxe.LaplaceBNN(net or mlp(3, 8, 2), NORMAL, Categorical(20))
 
 
 def dropout(net=None):
     torch.manual_seed(0)
-    net = net or nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 2))
-    return tyxe.DropoutBNN(net, tyxe.likelihoods.Categorical(20))
+    return tyxe.DropoutBNN(net or two_layers(3, 8, 2, nn.Dropout(0.2)), Categorical(20))
 
 
-@pytest.mark.parametrize("handler", [nullcontext, tyxe.poutine.local_reparameterization])
-@pytest.mark.parametrize("make", [variational, laplace, dropout])
+def cooled():
+    bnn = laplace()
+    bnn.temperature = 0.1
+    return bnn
+
+
+LOCAL = tyxe.poutine.local_reparameterization
+
+
+@pytest.mark.parametrize(
+    ("make", "handler"),
+    [(make, nullcontext) for make in (variational, laplace, cooled, dropout)]
+    + [(variational, LOCAL)],
+)
 def test_a_loop_of_ones_own_makes_the_steps_of_fit(make, handler):
-    if make is laplace and handler is not nullcontext:
-        return  # its mode has nothing to reparameterise
     batches = [(X[:10], Y[:10]), (X[10:], Y[10:])]
     fitted, own = make(), make()
     torch.manual_seed(1)
     with handler():
         fitted.fit(batches, ADAM, 3)
-    by_hand(tyxe.Trainable(own, handler=handler), batches)
+    module = tyxe.Trainable(own, handler=handler)
+    assert module.beta == (0.1 if make is cooled else 1.0)
+    by_hand(module, batches)
     for (name, one), two in zip(fitted.named_parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-6, msg=name)
 
 
 def test_weights_and_unpack_are_those_of_fit():
     weights = torch.arange(20) % 3
-    size = int(weights.sum())
     repeated = (X.repeat_interleave(weights, 0), Y.repeat_interleave(weights))
-    one = tyxe.Trainable(variational(likelihood=tyxe.likelihoods.Categorical(size)))
-    two = tyxe.Trainable(
-        variational(likelihood=tyxe.likelihoods.Categorical(size)),
-        unpack=lambda batch: (batch["x"], batch["y"], batch["w"]),
-    )
-    losses = by_hand(one, [repeated]), by_hand(two, [{"x": X, "y": Y, "w": weights}])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    one, two = (variational(likelihood=Categorical(int(weights.sum()))) for _ in range(2))
+    losses = by_hand(tyxe.Trainable(one), [repeated])
+    unpacked = tyxe.Trainable(two, unpack=lambda batch: (batch["x"], batch["y"], batch["w"]))
+    found = by_hand(unpacked, [{"x": X, "y": Y, "w": weights}])
+    assert found == pytest.approx(losses, abs=1e-5)
 
 
 def test_beta_weighs_the_kl():
     module = tyxe.Trainable(variational(), beta=0.0)
-    torch.manual_seed(0)
-    without = module((X, Y)).detach()
+    without = seeded(module, (X, Y)).detach()
     module.beta = 2.0
-    torch.manual_seed(0)
-    twice = module((X, Y)).detach()
+    twice = seeded(module, (X, Y)).detach()
     assert float(twice - without) == pytest.approx(2 * float(module.terms.kl) / 20, rel=1e-4)
     assert float(without) == pytest.approx(-float(module.terms.data) / 20, rel=1e-5)
     assert not module.terms.data.requires_grad
 
 
 def test_judge_is_evaluate_and_predict():
-    bnn = variational(likelihood=tyxe.likelihoods.Categorical(20, ignore_index=-1))
+    bnn = variational(likelihood=Categorical(20, ignore_index=-1))
     module = tyxe.Trainable(bnn, num_predictions=4)
     y = Y.clone()
     y[:5] = -1
-    torch.manual_seed(0)
-    found = module.judge((X, y))
-    torch.manual_seed(0)
-    error, log_likelihood = bnn.evaluate(X, y, num_predictions=4)
-    torch.manual_seed(0)
-    predictions = bnn.predict(X, num_predictions=4)
-    assert torch.equal(found.predictions, predictions)
+    found = seeded(module.judge, (X, y))
+    error, log_likelihood = seeded(bnn.evaluate, X, y, num_predictions=4)
+    assert torch.equal(found.predictions, seeded(bnn.predict, X, num_predictions=4))
     assert found.weights.sum() == 15
     torch.testing.assert_close(found.error.sum(), error)
     torch.testing.assert_close(found.log_likelihood.sum(), log_likelihood)
@@ -133,27 +131,10 @@ def test_a_curvature_of_other_weights_is_forgotten():
     assert bnn.predict(X, num_predictions=4).shape == (20, 2)
 
 
-def test_the_mode_is_that_of_the_temperature():
-    fitted, own = laplace(), laplace()
-    fitted.temperature = own.temperature = 0.1
-    torch.manual_seed(1)
-    fitted.fit([(X, Y)], ADAM, 3)
-    module = tyxe.Trainable(own)
-    assert module.beta == 0.1
-    by_hand(module, [(X, Y)])
-    for one, two in zip(fitted.parameters(), own.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
-
-
 def test_frozen_parts_keep_their_mode():
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2))
     net[0].requires_grad_(False).eval()
-    bnn = tyxe.VariationalBNN(
-        net,
-        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
-        tyxe.likelihoods.Categorical(20),
-        tyxe.guides.AutoNormal,
-    )
+    bnn = mean_field(net, Categorical(20), HIDE_NORMS)
     module = nn.ModuleList([tyxe.Trainable(bnn)])
     for _ in range(2):
         module.train()
@@ -172,27 +153,16 @@ def test_states_are_those_of_the_bnn():
 
 def test_what_is_not_fitted_in_steps():
     layer = tyxe.PytorchBNN(nn.Linear(3, 2), NORMAL, tyxe.guides.AutoNormal)
-    mcmc = tyxe.MCMC_BNN(
-        nn.Linear(3, 2), NORMAL, tyxe.likelihoods.Categorical(20), tyxe.samplers.NUTS
-    )
+    mcmc = tyxe.MCMC_BNN(nn.Linear(3, 2), NORMAL, Categorical(20), tyxe.samplers.NUTS)
     for given in (layer, mcmc, nn.Linear(3, 2)):
         with pytest.raises(TypeError, match="expected one that is fitted in steps"):
             tyxe.Trainable(given)
 
 
-def test_targets_that_do_not_fit_are_an_error_in_the_first_step():
-    with pytest.raises(ValueError, match="outside the support of Categorical"):
-        tyxe.Trainable(variational())((X, Y + 7))
-
-
+NUMBERS = X[:, :1]
 LIKELIHOODS = {
-    "a class": (tyxe.likelihoods.Categorical(20), 2, Y, Y + 1),
-    "no number": (
-        tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.1),
-        1,
-        X[:, :1],
-        X[:, :1] * float("nan"),
-    ),
+    "a class": (Categorical(20), 2, Y, Y + 1),
+    "no number": (HomoskedasticGaussian(20, scale=0.1), 1, NUMBERS, NUMBERS * float("nan")),
 }
 
 
@@ -207,17 +177,14 @@ def refuses(module, batch, error, message):
 @pytest.mark.parametrize("kind", LIKELIHOODS)
 def test_targets_of_later_batches_are_looked_at(kind):
     likelihood, outputs, good, bad = LIKELIHOODS[kind]
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))
-    module = tyxe.Trainable(variational(net, likelihood))
+    module = tyxe.Trainable(variational(two_layers(3, 4, outputs, nn.BatchNorm1d(4)), likelihood))
     for _ in range(2):
+        refuses(module, (X, bad), ValueError, "outside the support|all targets of the batch are N")
         module((X, good)).backward()
-    refuses(module, (X, bad), ValueError, "outside the support|all targets of the batch are NaN")
-    module((X, good)).backward()
 
 
 def test_inputs_and_sizes_of_later_batches_are_looked_at():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    module = tyxe.Trainable(variational(net))
+    module = tyxe.Trainable(variational(two_layers(3, 4, 2, nn.BatchNorm1d(4))))
     module((X, Y)).backward()
     refuses(module, (X * float("nan"), Y), RuntimeError, "training stopped: the log-likelihood")
     refuses(module, (X.repeat(2, 1), Y.repeat(2)), ValueError, "the batch has 40 points")

@@ -5,6 +5,7 @@ from torch import nn
 
 import tyxe
 from tests.contracts.wrappers import TRAINING, WRAPPERS, check_wrapper
+from tests.oracles.bnns import NORMAL
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
@@ -12,6 +13,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_packages_own(name: str) -> None:
     check_wrapper(WRAPPERS[name], train=TRAINING.get(name))
+
+
+PARTS = {"net", "prior", "likelihood", "net_prior", "net_guide", "likelihood_guide", "optimizer"}
+SHOWN = [
+    WRAPPERS[name] for name in ("mean field", "Laplace", "SGLD", "SWAG", "dropout", "ensemble")
+]
+SHOWN += [lambda: tyxe.PytorchBNN(nn.Linear(1, 1), NORMAL, tyxe.guides.AutoNormal)]
+
+
+@pytest.mark.parametrize("make", SHOWN)
+def test_tab_completion_shows_few_names(make) -> None:
+    own = {name for name in dir(make()) if not name.startswith("_")}
+    own -= PARTS | set(dir(nn.Module()))
+    assert len(own) <= 26, sorted(own)
 
 
 class TrainsNoMore(tyxe.VariationalBNN):
