@@ -13,6 +13,7 @@ from torch.optim.swa_utils import update_bn
 import tyxe
 from tests.oracles import bnns
 from tests.oracles.bnns import HIDE_NORMS
+from tests.oracles.nets import NetOf
 from tests.oracles.predictions import seeded
 from tests.oracles.states import assert_same_state
 from tyxe.guides import AutoNormal
@@ -30,15 +31,13 @@ def batches():
     return [(x, torch.randint(3, (len(x),))) for x in inputs().split(8)]
 
 
-class Shared(nn.Module):
-    """A norm that is called twice."""
+def shared():
+    """Return a net of which a norm is called twice."""
 
-    def __init__(self):
-        super().__init__()
-        self.one, self.norm, self.two = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+    def forward(net, x):
+        return net.two(net.norm(torch.tanh(net.norm(net.one(x)))))
 
-    def forward(self, x):
-        return self.two(self.norm(torch.tanh(self.norm(self.one(x)))))
+    return NetOf(forward, one=nn.Linear(4, 6), norm=nn.BatchNorm1d(6), two=nn.Linear(6, 3))
 
 
 def mlp():
@@ -80,7 +79,7 @@ def expected(bnn, x, count):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("net", [mlp, Shared])
+@pytest.mark.parametrize("net", [mlp, shared])
 def test_the_centre_is_that_of_update_bn(net):
     bnn = made(net())
     own = bnn.to_module().train()
@@ -94,7 +93,7 @@ def test_the_centre_is_that_of_update_bn(net):
         assert getattr(norm, "momentum", 0.1) == 0.1
 
 
-@pytest.mark.parametrize("kind", [made, laplace, mcmc, functools.partial(made, Shared())])
+@pytest.mark.parametrize("kind", [made, laplace, mcmc, lambda: made(shared())])
 def test_each_draw_has_its_own(kind):
     bnn, x = kind(), inputs()
     bnn.update_norm_statistics(batches())

@@ -10,6 +10,7 @@ from torch import nn
 
 import tyxe
 from tests.oracles.bnns import HIDE_NORMS
+from tests.oracles.nets import NetOf
 from tests.oracles.rejections import ADAM, X, Y, make
 
 
@@ -64,21 +65,20 @@ def test_a_gradient_that_is_not_finite_is_found_at_the_end_of_the_epoch():
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
 
 
-class RootOfZero(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-        self.offset = nn.Linear(2, 1)
+def root_of_zero():
+    """Return a net whose outputs are finite, and its gradient not."""
 
-    def forward(self, x):
-        return self.layer(x) + (self.offset(x) * 0).sqrt()  # finite, but its gradient is not
+    def forward(net, x):
+        return net.layer(x) + (net.offset(x) * 0).sqrt()
+
+    return NetOf(forward, layer=nn.Linear(2, 1), offset=nn.Linear(2, 1))
 
 
 PLACES = {
     "draws": (None, "2.weight", float("nan"), r"non-finite draws of net\.2\.weight"),
     # Behind a tanh: the outputs are finite.
     "KL": (None, "0.bias", 1e25, r"KL is not finite at net\.0\.bias\."),
-    "gradient": (RootOfZero, None, 0.0, r"not finite at net_guide\.locs\.offset\.weight"),
+    "gradient": (root_of_zero, None, 0.0, r"not finite at net_guide\.locs\.offset\.weight"),
 }
 
 

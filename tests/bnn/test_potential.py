@@ -12,15 +12,13 @@ from pyro.infer.mcmc.util import initialize_model
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import mlp
 from tests.oracles.chains import NOISE, PRIOR, N, data, layered, value_and_gradient
 from tyxe.bnn.potential import Potential
 from tyxe.likelihoods import Categorical, HeteroskedasticGaussian, HomoskedasticGaussian, Poisson
 from tyxe.samplers import batched
 
-CLASSIFIER = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 3))
-TWO_OUTPUTS = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 2))
-
-
+CLASSIFIER, TWO_OUTPUTS = mlp(1, 4, 3), mlp(1, 3, 2)
 MIXED = {
     "0.weight": dist.HalfNormal(torch.tensor(1.3)).expand([3, 1]).to_event(2),
     "0.bias": dist.Normal(torch.randn(3), torch.rand(3) + 0.5).to_event(1),
@@ -112,11 +110,8 @@ def test_the_mean_loss_is_the_likelihoods():
     flat = torch.randn(potential.blocks.size, dtype=torch.float64)
     values = potential.unflatten(flat)
     scale = next(v for name, v in values.items() if name.startswith(bnn.likelihood.prefix))
-    predictions = bnn._run_net(values, x[:4])
-    expected = -dist.Normal(predictions, scale).log_prob(y[:4]).mean()
-    torch.testing.assert_close(
-        potential.mean_loss(potential.unflatten(flat), x[:4], y[:4]), expected
-    )
+    expected = -dist.Normal(bnn._run_net(values, x[:4]), scale).log_prob(y[:4]).mean()
+    torch.testing.assert_close(potential.mean_loss(values, x[:4], y[:4]), expected)
 
 
 def scaled_prior(name, module, param):

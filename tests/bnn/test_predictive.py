@@ -10,21 +10,22 @@ import torch.distributions as td
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL
+from tests.oracles.predictions import seeded
 from tyxe import likelihoods
+from tyxe.likelihoods import HomoskedasticGaussian as Gaussian
 from tyxe.predictive.distributions import PredictiveMixture, mixture
 from tyxe.predictive.evaluation import gaussian_log_likelihood
 from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions
 
 N = 6
 X = torch.linspace(-2, 2, 2 * N, dtype=torch.float64).view(N, 2)
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 LABELS = torch.arange(N) % 3
 NUMBERS = torch.stack([X.sum(-1).sin(), X[:, 0]], -1)
 SCALES = torch.tensor([0.3, 1.0], dtype=torch.float64)
 PAIRS = torch.stack([LABELS, LABELS.flip(0)], -1)
 BITS = torch.stack([LABELS % 2, LABELS // 2], -1).double()
 
-# Of each, the number of outputs, how they are shaped, and targets.
 CASES = {
     "Categorical": (likelihoods.Categorical(N), 3, (3,), LABELS),
     "probabilities": (likelihoods.Categorical(N, logit_predictions=False), 3, None, LABELS),
@@ -32,14 +33,9 @@ CASES = {
     "Bernoulli": (likelihoods.Bernoulli(N), 1, (), (LABELS % 2).double()),
     "Bernoulli of two": (likelihoods.Bernoulli(N), 2, (2,), BITS),
     "Poisson": (likelihoods.Poisson(N), 2, (2,), PAIRS),
-    "one noise": (likelihoods.HomoskedasticGaussian(N, scale=0.3), 2, (2,), NUMBERS),
-    "a noise for each": (likelihoods.HomoskedasticGaussian(N, scale=SCALES), 2, (2,), NUMBERS),
-    "noise of one number": (
-        likelihoods.HomoskedasticGaussian(N, scale=0.3, event_dim=0),
-        1,
-        (),
-        NUMBERS[:, 0],
-    ),
+    "one noise": (Gaussian(N, scale=0.3), 2, (2,), NUMBERS),
+    "a noise for each": (Gaussian(N, scale=SCALES), 2, (2,), NUMBERS),
+    "noise of one number": (Gaussian(N, scale=0.3, event_dim=0), 1, (), NUMBERS[:, 0]),
     "Ordinal": (likelihoods.Ordinal(N, 3).requires_grad_(False), 1, (1,), LABELS),
     "StudentT": (likelihoods.StudentT(N, scale=0.3), 2, (2,), NUMBERS),
     "NegativeBinomial": (likelihoods.NegativeBinomial(N, total_count=2.0), 2, (2,), PAIRS),
@@ -75,38 +71,32 @@ def laplace(likelihood, outputs, shape, targets):
     return bnn
 
 
-def seeded(call):
-    torch.manual_seed(3)
-    return call()
-
-
-def assert_is_what_is_scored(bnn, targets, **options):
-    found = seeded(lambda: bnn.predictive(X, num_predictions=8, **options))
-    expected = seeded(
-        lambda: bnn.evaluate(X, targets, num_predictions=8, reduction="none", **options)
-    )[1]
+def scored(bnn, targets, **options):
+    """Return the predictive distribution, whose log-density is what `evaluate` says."""
+    found = seeded(bnn.predictive, X, num_predictions=8, **options)
+    how = {"num_predictions": 8, "reduction": "none", **options}
+    expected = seeded(bnn.evaluate, X, targets, **how)[1]
     torch.testing.assert_close(found.log_prob(targets), expected, rtol=1e-5, atol=1e-6)
     assert found.batch_shape == (N,)
-    assert found.sample().shape == targets.shape
     assert found.sample((2, 3)).shape == (2, 3, *targets.shape)
     return found
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_of_draws_it_is_the_mixture_that_evaluate_scores(name):
-    likelihood, outputs, shape, targets = CASES[name]
-    assert_is_what_is_scored(variational(likelihood, outputs, shape), targets)
+    *parts, targets = CASES[name]
+    scored(variational(*parts), targets)
 
 
 @pytest.mark.parametrize("link", ["mc", "probit"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "probabilities"])
 def test_of_gaussian_outputs_it_is_what_evaluate_scores(name, link):
-    likelihood, outputs, shape, targets = CASES[name]
-    bnn = laplace(likelihood, outputs, shape, targets)
+    likelihood, *_, targets = CASES[name]
+    bnn = laplace(*CASES[name])
     sampled = ["Poisson", "predicted noise", "Ordinal", "StudentT", "NegativeBinomial"]
     sampled += ["Bernoulli of two"] * (link == "mc")
     if name not in sampled:
-        assert_is_what_is_scored(bnn, targets, link=link)
+        scored(bnn, targets, link=link)
         return
     # By samples of the outputs, of which `evaluate` takes the first for the prediction.
     found = seeded(lambda: bnn.predictive(X, link=link))
@@ -118,80 +108,71 @@ def test_of_gaussian_outputs_it_is_what_evaluate_scores(name, link):
 
 @pytest.mark.parametrize("name", ["Categorical", "one noise"])
 def test_of_an_ensemble_it_is_the_members_mixture(name):
-    likelihood, outputs, shape, targets = CASES[name]
-    members = [variational(likelihood, outputs, shape, k) for k in range(2)]
-    members.append(laplace(likelihood, outputs, shape, targets))
+    *parts, targets = CASES[name]
+    members = [variational(*parts, 0), variational(*parts, 1), laplace(*parts, targets)]
     bnn = tyxe.EnsembleBNN(lambda k: members[k], 3, weights=[1.0, 2.0, 3.0])
-    assert_is_what_is_scored(bnn, targets)
+    scored(bnn, targets)
 
 
 def test_of_other_wrappers():
     likelihood, outputs, shape, targets = CASES["one noise"]
-    bnn = tyxe.DropoutBNN(Shaped(outputs, shape), likelihood)
-    assert_is_what_is_scored(bnn, targets)
-    bnn = tyxe.SWAG_BNN(Shaped(outputs, shape), NORMAL, likelihood, rank=2)
-    bnn.fit([(X, targets)], torch.optim.SGD(bnn.parameters(), lr=1e-4), 4, start=0.0)
-    assert_is_what_is_scored(bnn, targets)
-    bnn = tyxe.MCMC_BNN(Shaped(outputs, shape), NORMAL, likelihood, tyxe.samplers.SGLD(1e-4))
-    bnn.fit([(X, targets)], 8)
-    assert_is_what_is_scored(bnn, targets)
+    parts = Shaped(outputs, shape), NORMAL, likelihood
+    swag = tyxe.SWAG_BNN(*parts, rank=2)
+    swag.fit([(X, targets)], functools.partial(torch.optim.SGD, lr=1e-4), 4, start=0.0)
+    chain = tyxe.MCMC_BNN(*parts, tyxe.samplers.SGLD(1e-4))
+    chain.fit([(X, targets)], 8)
+    for bnn in (tyxe.DropoutBNN(parts[0], likelihood), swag, chain):
+        scored(bnn, targets)
 
 
 def inferred():
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5))
+    likelihood = Gaussian(N, scale=dist.LogNormal(-1.0, 0.5))
     net = Shaped(2, (2,))
     return tyxe.VariationalBNN(net, NORMAL, likelihood, guide, tyxe.guides.AutoNormal)
 
 
 def test_an_inferred_noise_is_drawn():
     bnn = inferred()
-    found = assert_is_what_is_scored(bnn, NUMBERS)
-    mean, scale = seeded(lambda: bnn.predict(X, num_predictions=8))
-    torch.testing.assert_close((found.mean, found.stddev), (mean, scale))
+    found = scored(bnn, NUMBERS)
+    moments = seeded(bnn.predict, X, num_predictions=8)
+    torch.testing.assert_close((found.mean, found.stddev), moments)
     assert len({float(part.base_dist.scale[0, 0]) for part in found.parts}) == 8
-    assert_is_what_is_scored(bnn, NUMBERS, predictive="glm")
+    scored(bnn, NUMBERS, predictive="glm")
 
 
 @pytest.mark.parametrize("make", [variational, laplace])
 @pytest.mark.parametrize("name", ["one noise", "a noise for each", "noise of one number"])
 def test_moments_are_those_of_predict(make, name):
-    likelihood, outputs, shape, targets = CASES[name]
-    how = {"targets": targets} if make is laplace else {}
-    bnn = make(likelihood, outputs, shape, **how)
-    found = seeded(lambda: bnn.predictive(X, num_predictions=8))
-    mean, scale = seeded(lambda: bnn.predict(X, num_predictions=8))
+    bnn = make(*CASES[name]) if make is laplace else make(*CASES[name][:3])
+    found = seeded(bnn.predictive, X, num_predictions=8)
+    mean, scale = seeded(bnn.predict, X, num_predictions=8)
     torch.testing.assert_close(found.mean, mean)
     torch.testing.assert_close(found.stddev, scale.expand_as(mean), rtol=1e-5, atol=1e-7)
 
 
 def test_a_predicted_noise_has_a_mean_of_the_targets_width():
-    likelihood, outputs, shape, _ = CASES["predicted noise"]
-    bnn = variational(likelihood, outputs, shape)
-    found = seeded(lambda: bnn.predictive(X, num_predictions=8))
-    mean, raw = seeded(lambda: bnn.predict(X, num_predictions=8)).chunk(2, -1)
+    bnn = variational(*CASES["predicted noise"][:3])
+    found = seeded(bnn.predictive, X, num_predictions=8)
+    mean, raw = seeded(bnn.predict, X, num_predictions=8).chunk(2, -1)
     torch.testing.assert_close(found.mean, mean)
     torch.testing.assert_close(found.stddev, nn.functional.softplus(raw))
 
 
 def test_of_censored_numbers_it_is_that_of_the_numbers():
-    base = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.3)
-    found = []
-    for likelihood in (base, tyxe.likelihoods.Censored(base)):
-        bnn = variational(likelihood, 2, (2,))
-        found.append(seeded(lambda b=bnn: b.predictive(X, num_predictions=4)))
-    torch.testing.assert_close(found[1].mean, found[0].mean)
-    torch.testing.assert_close(found[1].log_prob(NUMBERS), found[0].log_prob(NUMBERS))
+    base = Gaussian(N, scale=0.3)
+    bnns = (variational(one, 2, (2,)) for one in (base, likelihoods.Censored(base)))
+    one, other = (seeded(bnn.predictive, X, num_predictions=4) for bnn in bnns)
+    torch.testing.assert_close(other.mean, one.mean)
+    torch.testing.assert_close(other.log_prob(NUMBERS), one.log_prob(NUMBERS))
 
 
 @pytest.mark.parametrize("name", ["Categorical", "probabilities", "Bernoulli"])
 def test_one_label_has_a_distribution_of_its_kind(name):
-    likelihood, outputs, shape, _ = CASES[name]
-    bnn = variational(likelihood, outputs, shape)
-    members = tyxe.EnsembleBNN(lambda k: variational(likelihood, outputs, shape, k), 2)
-    for each in (bnn, members):
-        found = seeded(lambda b=each: b.predictive(X, num_predictions=8))
-        logits = seeded(lambda b=each: b.predict(X, num_predictions=8))
-        probs = likelihood.class_logits(logits).softmax(-1)
+    *parts, _ = CASES[name]
+    for bnn in (variational(*parts), tyxe.EnsembleBNN(lambda k: variational(*parts, k), 2)):
+        found = seeded(bnn.predictive, X, num_predictions=8)
+        logits = seeded(bnn.predict, X, num_predictions=8)
+        probs = parts[0].class_logits(logits).softmax(-1)
         kind = td.Bernoulli if name == "Bernoulli" else td.Categorical
         assert isinstance(found, kind)
         torch.testing.assert_close(found.probs, probs[..., 1] if name == "Bernoulli" else probs)
@@ -227,8 +208,8 @@ def test_samples_have_the_mixtures_law():
 
 
 def test_tied_outputs_of_a_linearised_net_have_their_covariance():
-    likelihood, outputs, shape, targets = CASES["a noise for each"]
-    bnn = laplace(likelihood, outputs, shape, targets)
+    *_, targets = CASES["a noise for each"]
+    bnn = laplace(*CASES["a noise for each"])
     found = bnn.predictive(X)
     covariance = bnn.functional_variance(X) + torch.diag(SCALES.square())
     expected = td.MultivariateNormal(found.mean, covariance)
@@ -237,53 +218,42 @@ def test_tied_outputs_of_a_linearised_net_have_their_covariance():
 
 
 def test_batches_and_loaders_are_one_prediction():
-    likelihood, outputs, shape, targets = CASES["one noise"]
-    single = variational(likelihood, outputs, shape)
-    several = tyxe.EnsembleBNN(lambda k: variational(likelihood, outputs, shape, k), 2)
-    for bnn in (single, several, inferred(), laplace(likelihood, outputs, shape, targets)):
-        whole = seeded(lambda b=bnn: b.predictive(X).log_prob(targets))
-        cut = seeded(lambda b=bnn: b.predictive(X, batch_size=4).log_prob(targets))
-        loader = (batch for batch in (X[:2], X[2:]))
-        loaded = seeded(lambda b=bnn, given=loader: b.predictive(given).log_prob(targets))
-        torch.testing.assert_close(cut, whole)
-        torch.testing.assert_close(loaded, whole)
+    *parts, targets = CASES["one noise"]
+    several = tyxe.EnsembleBNN(lambda k: variational(*parts, k), 2)
+    for bnn in (variational(*parts), several, inferred(), laplace(*parts, targets)):
+        whole = seeded(bnn.predictive, X).log_prob(targets)
+        cut = seeded(bnn.predictive, X, batch_size=4).log_prob(targets)
+        loaded = seeded(bnn.predictive, (batch for batch in (X[:2], X[2:]))).log_prob(targets)
+        torch.testing.assert_close((cut, loaded), (whole, whole))
     pairs = [{"x": X[:3]}, {"x": X[3:]}]
-    found = seeded(lambda: several.predictive(pairs, unpack=lambda batch: (batch["x"], None)))
-    torch.testing.assert_close(found.mean, seeded(lambda: several.predictive(X).mean))
+    found = seeded(several.predictive, pairs, unpack=lambda batch: (batch["x"], None))
+    torch.testing.assert_close(found.mean, seeded(several.predictive, X).mean)
 
 
-@pytest.mark.parametrize("make", [variational, laplace])
+@pytest.mark.parametrize("make", [tyxe.VariationalBNN, tyxe.LaplaceBNN])
 def test_several_outputs_have_a_distribution_each(make):
-    likelihood = tyxe.likelihoods.Joint(
-        kind=tyxe.likelihoods.Categorical(N),
-        size=tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.3),
-    )
+    parts = {"kind": likelihoods.Categorical(N), "size": Gaussian(N, scale=0.3)}
 
     class Two(Shaped):
         def forward(self, x):
             found = super().forward(x)
             return found[:, :3], found[:, 3:]
 
-    targets = {"kind": LABELS, "size": NUMBERS}
-    net = Two(5, (5,))
-    if make is variational:
-        bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, guide)
-    else:
-        bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood)
-        bnn.fit_curvature([(X, targets)])
-    link = {"link": "probit"} if make is laplace else {}
-    found = seeded(lambda: bnn.predictive(X, num_predictions=8, **link))
-    moments = seeded(lambda: bnn.predict(X, num_predictions=8, **link))
+    how = {"num_predictions": 8}
+    given = [guide] if make is tyxe.VariationalBNN else []
+    bnn = make(Two(5, (5,)), NORMAL, likelihoods.Joint(**parts), *given)
+    if make is tyxe.LaplaceBNN:
+        bnn.fit_curvature([(X, {"kind": LABELS, "size": NUMBERS})])
+        how["link"] = "probit"
+    found, moments = seeded(bnn.predictive, X, **how), seeded(bnn.predict, X, **how)
     torch.testing.assert_close(found["kind"].probs, moments["kind"].softmax(-1))
-    torch.testing.assert_close(found["size"].mean, moments["size"][0])
-    torch.testing.assert_close(found["size"].stddev, moments["size"][1])
-    both = tyxe.EnsembleBNN(lambda k: bnn, 1).predictive(X, num_predictions=8, **link)
+    torch.testing.assert_close((found["size"].mean, found["size"].stddev), moments["size"])
+    both = tyxe.EnsembleBNN(lambda k: bnn, 1).predictive(X, **how)
     assert both.keys() == {"kind", "size"}
 
 
 def test_the_centre_is_one_distribution():
-    likelihood, outputs, shape, _ = CASES["one noise"]
-    bnn = variational(likelihood, outputs, shape)
+    bnn = variational(*CASES["one noise"][:3])
     found = bnn.predictive(X, num_predictions=0)
     torch.testing.assert_close(found.mean, bnn.predict(X, num_predictions=0)[0])
     with pytest.raises(ValueError, match="num_predictions"):

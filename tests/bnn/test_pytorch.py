@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import tyxe
 from tests.oracles.bnns import HIDE_NORMS, NORMAL, NOTHING, mlp, two_layers
+from tests.oracles.predictions import seeded
 from tyxe.bnn import elbo_terms
 from tyxe.guides import AutoNormal
 
@@ -34,10 +35,8 @@ def x():
 def test_output_and_kl_are_of_one_draw(guide, closed_form_kl):
     net = mlp(2, 4, 1)
     bnn = make(net, guide, closed_form_kl=closed_form_kl)
-    pyro.set_rng_seed(3)
-    output = bnn(x())
-    pyro.set_rng_seed(3)
-    terms = elbo_terms(bnn.net_prior, bnn.net_guide, closed_form_kl=closed_form_kl)
+    output = seeded(bnn, x())
+    terms = seeded(elbo_terms, bnn.net_prior, bnn.net_guide, closed_form_kl=closed_form_kl)
     torch.testing.assert_close(bnn.cached_kl_loss, terms.kl, rtol=0, atol=0)
     own = {n.removeprefix("net."): v for n, v in terms.values.items() if n.startswith("net.")}
     torch.testing.assert_close(output, torch.func.functional_call(net, own, (x(),)))
@@ -152,17 +151,13 @@ def test_predict_leaves_statistics_modes_and_kl():
     (loss + bnn.cached_kl_loss).backward()
 
 
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
+class Mixed(nn.Linear):
     def forward(self, left, right, *, scale=1.0):
-        return scale * self.layer(left + right)
+        return scale * super().forward(left + right)
 
 
 def test_predict_takes_what_other_wrappers_take():
-    bnn = make(Mixed())
+    bnn = make(Mixed(2, 1))
     with bnn.hold_sample():
         torch.testing.assert_close(bnn(x(), right=x(), scale=3.0), 3 * bnn(x(), x()))
     separate = bnn.predict(x(), x(), num_predictions=0)
@@ -211,10 +206,8 @@ def test_all_hidden_is_the_net_itself():
 def test_update_prior_moves_the_kl_and_to_module_is_at_the_centre_or_a_draw():
     bnn = make()
     assert torch.equal(bnn.to_module()[0].weight, bnn.net_guide.get_loc("0.weight"))
-    pyro.set_rng_seed(3)
-    drawn = bnn.to_module(sample=True)
-    pyro.set_rng_seed(3)
-    torch.testing.assert_close(drawn(x()), bnn(x()))
+    drawn = seeded(bnn.to_module, sample=True)
+    torch.testing.assert_close(drawn(x()), seeded(bnn, x()))
     bnn.update_prior(tyxe.priors.DictPrior(bnn.net_guide.get_detached_distributions()))
     bnn(x())
     assert bnn.cached_kl_loss.item() == pytest.approx(0.0, abs=1e-5)

@@ -2,12 +2,13 @@
 
 import warnings
 
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL, mean_field
+from tests.oracles.nets import NetOf
 from tyxe.bnn.checks import FAR, UNLIKE, distance_from_standard
 
 NET = nn.Linear(3, 1)
@@ -38,6 +39,13 @@ def test_inputs_that_are_well(inputs):
     assert distance_from_standard(NET, inputs) < UNLIKE / 2
 
 
+def test_features_of_another_net():
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 512), nn.ReLU())
+    features = torch.stack([body(torch.randn(49, 20)).mean(0) for _ in range(40)]).detach()
+    assert distance_from_standard(NET, features) < FAR
+
+
 @pytest.mark.parametrize(
     ("inputs", "distance"),
     [
@@ -45,6 +53,7 @@ def test_inputs_that_are_well(inputs):
         (table() + torch.tensor([0.0, 2000.0, 0.0]), 2000),
         (table() * torch.tensor([1.0, 1.0, 1e-3]), 1000),
         ({"table": (table(), 255 * torch.rand(40, 3, 8, 8))}, 150),
+        (255 * torch.rand(64, 3, 100, 100), 150),  # of which a part is looked at
     ],
 )
 def test_inputs_that_are_not(inputs, distance):
@@ -53,48 +62,27 @@ def test_inputs_that_are_not(inputs, distance):
     assert distance_from_standard(first, inputs) == 1.0
 
 
-def test_features_of_another_net():
-    torch.manual_seed(0)
-    body = nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 512), nn.ReLU())
-    features = torch.stack([body(torch.randn(49, 20)).mean(0) for _ in range(40)]).detach()
-    assert distance_from_standard(NET, features) < FAR
-
-
 def test_a_net_that_standardises_by_its_buffers():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mean", torch.tensor(2000.0))
-            self.layer = nn.Linear(3, 1)
-
-        def forward(self, x):
-            return self.layer(x - self.mean)
-
-    assert distance_from_standard(Scaled(), 2000 + table()) == 1.0
-
-
-def test_a_large_batch_is_looked_at_in_part():
-    images = 255 * torch.rand(64, 3, 100, 100)
-    assert distance_from_standard(NET, images) == pytest.approx(150, rel=0.2)
+    net = NetOf(lambda net, x: net.layer(x - net.mean), layer=nn.Linear(3, 1))
+    net.register_buffer("mean", torch.tensor(2000.0))
+    assert distance_from_standard(net, 2000 + table()) == 1.0
 
 
 LIKELIHOOD = tyxe.likelihoods.HomoskedasticGaussian(120, scale=1.0)
-PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 SGD = torch.optim.SGD
 
 
 def variational():
-    return tyxe.VariationalBNN(nn.Linear(3, 1), PRIOR, LIKELIHOOD, tyxe.guides.AutoNormal)
+    return mean_field(nn.Linear(3, 1), LIKELIHOOD)
 
 
 def laplace():
-    return tyxe.LaplaceBNN(nn.Linear(3, 1), PRIOR, LIKELIHOOD)
+    return tyxe.LaplaceBNN(nn.Linear(3, 1), NORMAL, LIKELIHOOD)
 
 
 def chain():
-    return tyxe.MCMC_BNN(
-        nn.Linear(3, 1), PRIOR, LIKELIHOOD, tyxe.samplers.HMC(step_size=1e-9, num_steps=1)
-    )
+    kernel = tyxe.samplers.HMC(step_size=1e-9, num_steps=1)
+    return tyxe.MCMC_BNN(nn.Linear(3, 1), NORMAL, LIKELIHOOD, kernel)
 
 
 def still(weights):
@@ -114,17 +102,14 @@ FITS = {
 
 @pytest.mark.parametrize("name", FITS)
 def test_fits_warn_once_and_name_the_cure(name):
-    x, y = table() * torch.tensor([1.0, 1.0, 700.0]), torch.randn(40, 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", tyxe.TyxeWarning)
-        FITS[name]([(x, y)] * 3)
-    of_inputs = [str(one.message) for one in caught if "not standardised" in str(one.message)]
-    assert len(of_inputs) == 1
-    assert "(x - mean) / std" in of_inputs[0]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", tyxe.TyxeWarning)
-        FITS[name]([(x / torch.tensor([1.0, 1.0, 700.0]), y)] * 3)
-    assert not [one for one in caught if "standardised" in str(one.message)]
+    scales, y = torch.tensor([1.0, 1.0, 700.0]), torch.randn(40, 1)
+    for x, count in ((table() * scales, 1), (table(), 0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", tyxe.TyxeWarning)
+            FITS[name]([(x, y)] * 3)
+        told = [str(one.message) for one in caught if "not standardised" in str(one.message)]
+        assert len(told) == count
+        assert all("(x - mean) / std" in one for one in told)
 
 
 def test_a_second_fit_does_not_warn_again():

@@ -141,7 +141,8 @@ def test_the_mean_of_a_constant_rate_is_the_mode():
     bnn = tyxe.SWAG_BNN(nn.Linear(2, 1), NORMAL, likelihood, rank=10)
     torch.manual_seed(0)
     weights = []
-    bnn.fit(shuffled(x, y, 20), SGD, 200, lambda b, *_: weights.append(points(b)), start=0.2)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    bnn.fit(shuffled(x, y, 100), sgd, 200, lambda b, *_: weights.append(points(b)), start=0.2)
     design = torch.cat([x, torch.ones(400, 1)], 1)
     precision = design.T @ design / 0.25 + torch.eye(3)
     mode = torch.linalg.solve(precision, design.T @ y / 0.25)[:, 0]

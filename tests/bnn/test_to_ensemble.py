@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import onnxruntime
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -16,35 +15,37 @@ from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import HIDE_NORMS, NORMAL, NOTHING, two_layers
+from tests.oracles.nets import NetOf
+from tests.oracles.predictions import seeded
 from tyxe.guides import AutoInducing, AutoNormal
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
 from tyxe.likelihoods import HeteroskedasticGaussian as Heteroskedastic
 from tyxe.priors import IIDPrior
 
-PRIOR = IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
 X, Y = torch.randn(30, 4), torch.randint(3, (30,))
 
 
 def net(outputs: int = 3) -> nn.Module:
     norm = nn.BatchNorm1d(8)
     norm.running_mean.normal_()
-    return nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Linear(8, outputs)).eval()
+    return two_layers(4, 8, outputs, norm, nn.Tanh()).eval()
 
 
 def variational(guide=AutoNormal, likelihood=None, outputs: int = 3, **guides):
     likelihood = likelihood or Categorical(30)
-    return tyxe.VariationalBNN(net(outputs), PRIOR, likelihood, guide, **guides)
+    return tyxe.VariationalBNN(net(outputs), HIDE_NORMS, likelihood, guide, **guides)
 
 
 def laplace():
-    bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(30))
+    bnn = tyxe.LaplaceBNN(net(), HIDE_NORMS, Categorical(30))
     bnn.fit_curvature([(X, Y)])
     return bnn
 
 
 def mcmc():
     kernel = partial(HMC, step_size=0.01, num_steps=2)
-    bnn = tyxe.MCMC_BNN(nn.Linear(4, 3), IIDPrior(dist.Normal(0, 1)), Categorical(30), kernel)
+    bnn = tyxe.MCMC_BNN(nn.Linear(4, 3), NORMAL, Categorical(30), kernel)
     bnn.fit([(X, Y)], num_samples=10, warmup_steps=1, disable_progbar=True)
     return bnn
 
@@ -59,9 +60,7 @@ BNNS = {
     "AutoInducing": lambda: variational(partial(AutoInducing, inducing_rows=3, inducing_cols=3)),
     "AutoDelta": lambda: variational(AutoDelta),
     "low rank": lambda: variational(partial(AutoLowRankMultivariateNormal, rank=2)),
-    "maximum likelihood": lambda: tyxe.VariationalBNN(
-        net(), IIDPrior(dist.Normal(0, 1), hide_all=True), Categorical(30)
-    ),
+    "maximum likelihood": lambda: tyxe.VariationalBNN(net(), NOTHING, Categorical(30)),
     "Laplace": laplace,
     "MCMC": mcmc,
     "Bernoulli": lambda: variational(likelihood=Bernoulli(30), outputs=1),
@@ -82,23 +81,18 @@ def parts(found) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("make", BNNS.values(), ids=BNNS.keys())
 def test_an_ensemble_predicts_what_the_bnn_does_for_its_draws(make):
     bnn = make()
-    pyro.set_rng_seed(3)
-    ensemble = bnn.to_ensemble(5)
-    pyro.set_rng_seed(3)
-    expected = bnn.predict(X, num_predictions=5, predictive="bnn")
-    for found, one in zip(parts(ensemble(X)), parts(expected), strict=True):
-        assert torch.equal(found, one)
-    for found, again in zip(parts(ensemble(X)), parts(ensemble(X)), strict=True):
-        assert torch.equal(found, again)
-        assert not found.requires_grad
+    ensemble = seeded(bnn.to_ensemble, 5)
+    expected = seeded(bnn.predict, X, num_predictions=5, predictive="bnn")
+    for _ in range(2):
+        for found, one in zip(parts(ensemble(X)), parts(expected), strict=True):
+            assert torch.equal(found, one)
+            assert not found.requires_grad
 
 
 def test_outputs_of_a_pytorch_bnn_are_stacked():
-    bnn = tyxe.PytorchBNN(net(), PRIOR, AutoNormal)
-    pyro.set_rng_seed(3)
-    ensemble = bnn.to_ensemble(5)
-    pyro.set_rng_seed(3)
-    assert torch.equal(ensemble(X), bnn.predict(X, num_predictions=5))
+    bnn = tyxe.PytorchBNN(net(), HIDE_NORMS, AutoNormal)
+    ensemble = seeded(bnn.to_ensemble, 5)
+    assert torch.equal(ensemble(X), seeded(bnn.predict, X, num_predictions=5))
 
 
 def test_what_has_no_posterior_is_there_once():
@@ -122,37 +116,30 @@ class Counted(nn.Linear):
         return super().forward(x).tanh()
 
 
-class Twice(nn.Module):
-    """A net whose head takes one row at a time in Python, which torch.vmap does not take."""
+def twice():
+    """Return a net that asks for a number, which torch.vmap does not take."""
 
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = Counted(4, 40), nn.Linear(40, 3)
-
-    def forward(self, x):
-        out = self.head(self.body(x))
+    def forward(net, x):
+        out = net.head(net.body(x))
         return out if float(out.sum()) < 1e9 else -out
 
+    return NetOf(forward, body=Counted(4, 40), head=nn.Linear(40, 3))
 
-class Recurrent(nn.Module):
-    """A net of which a part holds its weights a second time, beside its parameters."""
 
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 90), nn.LSTM(90, 3, batch_first=True)
-        self.wide = nn.Linear(90, 90)
+def recurrent():
+    """Return a net of which a part holds its weights a second time, beside its parameters."""
 
-    def forward(self, x):
-        return self.head(self.wide(self.body(x).tanh())[:, None])[0][:, 0]
+    def forward(net, x):
+        return net.head(net.wide(net.body(x).tanh())[:, None])[0][:, 0]
+
+    head = nn.LSTM(90, 3, batch_first=True)
+    return NetOf(forward, body=nn.Linear(4, 90), head=head, wide=nn.Linear(90, 90))
 
 
 def last_layer(net, head):
     prior = IIDPrior(dist.Normal(0, 1), expose_modules=[head])
     bnn = tyxe.VariationalBNN(net, prior, Categorical(30), partial(AutoNormal, init_scale=0.3))
-    pyro.set_rng_seed(3)
-    ensemble = bnn.to_ensemble(6)
-    pyro.set_rng_seed(3)
-    return ensemble, bnn.predict(X, num_predictions=6)
+    return seeded(bnn.to_ensemble, 6), seeded(bnn.predict, X, num_predictions=6)
 
 
 def test_a_shared_body_runs_once_for_all_draws():
@@ -169,12 +156,12 @@ def test_a_shared_body_runs_once_for_all_draws():
     assert torch.equal(copy.deepcopy(ensemble)(X), first)
 
 
-@pytest.mark.parametrize("kind", [Twice, Recurrent])
+@pytest.mark.parametrize("kind", [twice, recurrent])
 def test_what_one_pass_would_get_wrong_runs_draw_by_draw(kind):
     net = kind()
     ensemble, expected = last_layer(net, net.head)
     assert torch.equal(ensemble(X), expected)
-    assert kind is Recurrent or not ensemble._one_pass.is_right
+    assert kind is recurrent or not ensemble._one_pass.is_right
     assert torch.equal(ensemble(X), expected)
 
 
@@ -196,34 +183,24 @@ def test_an_ensemble_is_independent_of_the_bnn():
     assert not any(p.requires_grad for p in ensemble.parameters())
 
 
-def test_no_draws_are_an_error():
-    net = nn.Linear(2, 1)
-    plain = tyxe.PytorchBNN(net, tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.guides.AutoNormal)
-    for bnn in (variational(), plain):
-        for count in (0, -1):
-            with pytest.raises(ValueError, match=f"num_draws is {count}; expected 1 or more"):
-                bnn.to_ensemble(count)
-        with pytest.raises(TypeError, match=r"num_draws is 1\.5; expected an integer"):
-            bnn.to_ensemble(1.5)
+@pytest.mark.parametrize("make", [variational, lambda: tyxe.PytorchBNN(net(), NORMAL, AutoNormal)])
+def test_no_draws_are_an_error(make):
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"num_draws is {count}; expected 1 or more"):
+            make().to_ensemble(count)
+    with pytest.raises(TypeError, match=r"num_draws is 1\.5; expected an integer"):
+        make().to_ensemble(1.5)
 
 
 # --- where it goes --------------------------------------------------------------------------------
 
 
-def test_exported_for_any_number_of_rows():
-    ensemble = variational().to_ensemble(3)
-    rows = {0: torch.export.Dim("rows", min=2)}
-    program = torch.export.export(ensemble, (X,), dynamic_shapes=((rows,),))
-    torch.testing.assert_close(program.module()(X[:7]), ensemble(X[:7]))
-
-
-@pytest.mark.parametrize("make", [variational, inferred_noise])
-def test_exported_and_compiled(make):
-    ensemble = make().to_ensemble(3)
-    exported = torch.export.export(ensemble, (X,)).module()
+def test_exported_for_any_number_of_rows_and_compiled():
+    ensemble, rows = inferred_noise().to_ensemble(3), {0: torch.export.Dim("rows", min=2)}
+    exported = torch.export.export(ensemble, (X,), dynamic_shapes=((rows,),)).module()
     compiled = torch.compile(ensemble, backend="aot_eager", fullgraph=True)
-    for other in (exported, compiled):
-        torch.testing.assert_close(other(X), ensemble(X))
+    torch.testing.assert_close(exported(X[:7]), ensemble(X[:7]))
+    torch.testing.assert_close(compiled(X), ensemble(X))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -240,25 +217,20 @@ def test_a_state_dict_goes_into_another_ensemble():
     first, second = inferred_noise().to_ensemble(3), inferred_noise().to_ensemble(3)
     assert not torch.equal(first(X)[0], second(X)[0])
     second.load_state_dict(first.state_dict())
-    for found, expected in zip(second(X), first(X), strict=True):
-        assert torch.equal(found, expected)
-    assert torch.equal(copy.deepcopy(first)(X)[0], first(X)[0])
+    for other in (second, copy.deepcopy(first)):
+        assert all(map(torch.equal, other(X), first(X)))
 
 
 def test_threads_run_at_once():
     """No lock is taken: a thread inside of the net does not keep another out."""
     meeting = threading.Barrier(2, timeout=30)
 
-    class Meets(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 3)
+    def meet(net, x):
+        meeting.wait()
+        return net.linear(x)
 
-        def forward(self, x):
-            meeting.wait()
-            return self.linear(x)
-
-    bnn = tyxe.VariationalBNN(Meets(), PRIOR, Categorical(30), AutoNormal)
+    net = NetOf(meet, linear=nn.Linear(4, 3))
+    bnn = tyxe.VariationalBNN(net, NORMAL, Categorical(30), AutoNormal)
     ensemble = bnn.to_ensemble(2)
     with ThreadPoolExecutor(2) as pool:
         one, two = (pool.submit(ensemble, X) for _ in range(2))

@@ -5,19 +5,18 @@ import pickle
 from functools import partial
 from typing import NamedTuple
 
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 import tyxe
+from tests.oracles.bnns import ADAM, NORMAL, mean_field, mlp
+from tests.oracles.predictions import seeded
 from tyxe.calibration import SplitConformal
 from tyxe.diagnostics import diagnose, scores
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
-ADAM = partial(torch.optim.Adam, lr=1e-2)
-PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 X, Y = torch.randn(24, 2), torch.arange(24) % 3
 RAW = [{"x": x, "y": y} for x, y in zip(X.split(12), Y.split(12), strict=True)]
 PAIRS = [(batch["x"], batch["y"]) for batch in RAW]
@@ -28,22 +27,21 @@ def unpack(batch):
 
 
 def variational(net=None, **how):
-    net = net or nn.Linear(2, 3)
-    return tyxe.VariationalBNN(net, PRIOR, Categorical(24), tyxe.guides.AutoNormal, **how)
+    return mean_field(net or nn.Linear(2, 3), Categorical(24), **how)
 
 
 def laplace(net=None, **how):
-    return tyxe.LaplaceBNN(net or nn.Linear(2, 3), PRIOR, Categorical(24), **how)
+    return tyxe.LaplaceBNN(net or nn.Linear(2, 3), NORMAL, Categorical(24), **how)
 
 
 def chains(net=None, **how):
     fixed = {"adapt_step_size": False, "adapt_mass_matrix": False}
-    kernel = partial(tyxe.samplers.HMC, step_size=0.01, num_steps=2, **fixed)
-    return tyxe.MCMC_BNN(net or nn.Linear(2, 3), PRIOR, Categorical(24), kernel, **how)
+    kernel = tyxe.samplers.HMC(step_size=0.01, num_steps=2, **fixed)
+    return tyxe.MCMC_BNN(net or nn.Linear(2, 3), NORMAL, Categorical(24), kernel, **how)
 
 
 def swag(net=None, **how):
-    return tyxe.SWAG_BNN(net or nn.Linear(2, 3), PRIOR, Categorical(24), rank=2, **how)
+    return tyxe.SWAG_BNN(net or nn.Linear(2, 3), NORMAL, Categorical(24), rank=2, **how)
 
 
 def dropout(net=None, **how):
@@ -52,12 +50,9 @@ def dropout(net=None, **how):
 
 
 def ensemble(net=None, **how):
-    def member(_):
-        return variational(
-            tyxe.util.reset_parameters_(copy.deepcopy(net or nn.Linear(2, 3))), **how
-        )
-
-    return tyxe.EnsembleBNN(member, 2)
+    net = net or nn.Linear(2, 3)
+    make = lambda _: variational(tyxe.util.reset_parameters_(copy.deepcopy(net)), **how)  # noqa: E731
+    return tyxe.EnsembleBNN(make, 2)
 
 
 MAKE = {make.__name__: make for make in (variational, laplace, chains, swag, dropout, ensemble)}
@@ -71,26 +66,26 @@ def fit(bnn, loader=RAW, **how):
 
 def used(bnn):
     """Assert that loaders of raw batches and of none are taken everywhere."""
-    torch.manual_seed(0)
-    probs = bnn.predict(RAW, num_predictions=4)
+    predict = partial(bnn.predict, num_predictions=4)
+    probs = seeded(predict, RAW)
     assert probs.shape == (24, 3)
-    torch.manual_seed(0)
-    assert torch.equal(bnn.predict(RAW, num_predictions=4, unpack=unpack), probs)
+    assert torch.equal(seeded(predict, RAW, unpack=unpack), probs)
+    assert predict(PAIRS, unpack=lambda batch: batch).shape == (24, 3)
     error, _ = bnn.evaluate(RAW, num_predictions=4, reduction="mean")
     assert 0 <= error <= 1
     assert bnn.evaluate(X, Y, num_predictions=4)[0].shape == ()
-    as_it_is = lambda batch: batch  # noqa: E731
-    assert bnn.predict(PAIRS, num_predictions=4, unpack=as_it_is).shape == (24, 3)
     assert scores(bnn, RAW, num_predictions=4)["error"] >= 0
     sets = SplitConformal(level=0.8).wrap(bnn, RAW, num_predictions=4)
     assert sets.predict(X).shape == (24, 3)
     bnn.update_norm_statistics(RAW)
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_what_a_fit_was_given_holds_for_all_loaders(name):
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, {}) for name in MAKE), ("ensemble", {"vectorize": True})]
+)
+def test_what_a_fit_was_given_holds_for_all_loaders(name, how):
     bnn = MAKE[name]()
-    fit(bnn, unpack=unpack)
+    fit(bnn, unpack=unpack, **how)
     used(bnn)
     fit(bnn)
 
@@ -114,16 +109,14 @@ TURNED = [(y, x) for x, y in PAIRS]
 
 @pytest.mark.parametrize("loader", [TURNED, DataLoader(TURNED, None)], ids=["list", "DataLoader"])
 def test_no_batch_is_unpacked_twice(loader):
-    members = ensemble()
+    parts = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)), NORMAL, Categorical(24)
+    members, chain = ensemble(), tyxe.MCMC_BNN(*parts, tyxe.samplers.SGLD(1e-3))
+    averaged = tyxe.SWAG_BNN(*parts, rank=2)
     members.fit(TURNED, ADAM, 1, unpack=turned)
-    assert members.predictive(loader, num_predictions=2).probs.shape == (24, 3)
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False))
-    kernel = partial(tyxe.samplers.SGLD, lr=1e-3)
-    by_batches = tyxe.MCMC_BNN(net, PRIOR, Categorical(24), kernel)
-    by_batches.fit(loader, 2, warmup_steps=1, unpack=turned)
-    assert by_batches.predict(X, num_predictions=2).shape == (24, 3)
-    averaged = tyxe.SWAG_BNN(net, PRIOR, Categorical(24), rank=2)
+    chain.fit(loader, 2, warmup_steps=1, unpack=turned)
     averaged.fit(loader, ADAM, 8, unpack=turned)
+    assert members.predictive(loader, num_predictions=2).probs.shape == (24, 3)
+    assert chain.predict(X, num_predictions=2).shape == (24, 3)
     assert averaged.predict(loader, num_predictions=2).shape == (24, 3)
     assert scores(members, loader, num_predictions=2)["error"] >= 0
     assert "error" in str(diagnose(averaged, loader, loader, num_predictions=2))
@@ -142,12 +135,6 @@ def test_laplace_and_diagnosis_take_it():
     one.fit_curvature(RAW, unpack=unpack)
     other.fit_curvature(PAIRS)
     torch.testing.assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood())
-
-
-def test_a_stacked_fit_takes_it():
-    bnn = ensemble()
-    bnn.fit(RAW, ADAM, 2, vectorize=True, unpack=unpack, validation=RAW)
-    used(bnn)
 
 
 def test_a_copy_does_not_know_what_a_fit_was_given_and_can_be_pickled():
@@ -177,10 +164,9 @@ def test_batches_that_it_does_not_fit():
     bnn.fit(RAW, ADAM, 1)
     with pytest.raises(ValueError, match="fails on a dict of this one: KeyError: 'x'"):
         bnn.evaluate([{"z": X, "y": Y}])
-    with pytest.raises(TypeError, match="unpack is 3; expected a function"):
-        variational(unpack=3)
-    with pytest.raises(TypeError, match="unpack is 3; expected a function"):
-        bnn.fit([{}], ADAM, 1, unpack=3)
+    for call in (partial(variational, unpack=3), partial(bnn.fit, [{}], ADAM, 1, unpack=3)):
+        with pytest.raises(TypeError, match="unpack is 3; expected a function"):
+            call()
     with pytest.raises(TypeError, match="unpack goes with a loader"):
         bnn.predict(X, unpack=unpack)
 
@@ -188,8 +174,7 @@ def test_batches_that_it_does_not_fit():
 def test_workers_of_an_unpacked_loader_start_anew_for_each_chain():
     items = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
     loader = DataLoader(items, 4, shuffle=True, num_workers=1, persistent_workers=True)
-    kernel = partial(tyxe.samplers.SGLD, lr=1e-3)
-    bnn = tyxe.MCMC_BNN(nn.Linear(2, 3), PRIOR, Categorical(24), kernel)
+    bnn = tyxe.MCMC_BNN(nn.Linear(2, 3), NORMAL, Categorical(24), tyxe.samplers.SGLD(1e-3))
     bnn.fit(loader, 4, num_chains=2, unpack=unpack)
     assert bnn.predict(X, num_predictions=4).shape == (24, 3)
 
@@ -202,7 +187,7 @@ class OfList(nn.Linear):
 
 
 def test_a_net_of_one_list_gets_a_tuple_of_it():
-    bnn = tyxe.LaplaceBNN(OfList(3, 1), PRIOR, HomoskedasticGaussian(24, scale=0.5))
+    bnn = tyxe.LaplaceBNN(OfList(3, 1), NORMAL, HomoskedasticGaussian(24, scale=0.5))
     parts, y = [X, X[:, :1]], X[:, 1:]
     with pytest.raises(TypeError, match=r"gets a tuple of it, unpack=lambda batch: \(\(batch\[0\]"):
         bnn.fit_curvature([(parts, y)])
@@ -226,7 +211,7 @@ class Structured(nn.Module):
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.inner = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.inner = mlp(2, 5, 3)
         self.kind = kind
 
     def forward(self, x):
@@ -274,20 +259,21 @@ def test_a_plain_net_returns_what_it_did_and_copies_keep_the_output():
     assert bnn(X).shape == (24, 3)
     for copied in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
         assert copied.predict(X).shape == (24, 3)
-    module = tyxe.PytorchBNN(Structured("dict"), PRIOR, tyxe.guides.AutoNormal, output="logits")
+    module = tyxe.PytorchBNN(Structured("dict"), NORMAL, tyxe.guides.AutoNormal, output="logits")
     assert module(X).shape == (24, 3)
 
 
 @pytest.mark.parametrize(
-    ("kind", "output", "message"),
+    ("kind", "output", "returns"),
     [
-        ("dict", "probs", r"output='probs', but Structured returns a dict of loss, logits"),
-        ("named", "probs", r"output='probs', but Structured returns a Found of loss, logits"),
-        ("tuple", 2, r"output=2, but Structured returns a tuple"),
-        ("plain", "logits", r"output='logits', but Structured returns a Tensor"),
+        ("dict", "probs", "dict of loss, logits"),
+        ("named", "probs", "Found of loss, logits"),
+        ("tuple", 2, "tuple"),
+        ("plain", "logits", "Tensor"),
     ],
 )
-def test_an_output_that_there_is_not(kind, output, message):
+def test_an_output_that_there_is_not(kind, output, returns):
+    message = f"output={output!r}, but Structured returns a {returns}"
     with pytest.raises(ValueError, match=message):
         variational(Structured(kind), output=output).predict(X)
 

@@ -2,25 +2,24 @@
 
 import functools
 
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL, mean_field, mlp
 
 X = torch.linspace(-1, 1, 40)[:, None]
 Y = torch.sin(3 * X)
 HELD_OUT = [(X[::4] + 0.01, Y[::4]), (X[1::8], Y[1::8])]
 
 
-def make(guide=tyxe.guides.AutoNormal, **options):
+LIKELIHOOD = tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1)
+
+
+def make():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1)
-    return tyxe.VariationalBNN(
-        net, tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), likelihood, guide, **options
-    )
+    return mean_field(mlp(1, 20, 1), LIKELIHOOD)
 
 
 def fit(bnn, num_epochs, lr=1e-2, **options):
@@ -68,13 +67,8 @@ def test_a_fit_stops_after_epochs_without_gain_and_goes_back_to_the_best():
 
 
 def test_laplace_approximations_take_their_curvature_at_the_best_epoch():
-    def make_laplace():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
-        likelihood = tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1)
-        return tyxe.LaplaceBNN(net, tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), likelihood)
-
-    bnn, plain = make_laplace(), make_laplace()
+    net = mlp(1, 20, 1)
+    bnn, plain = (tyxe.LaplaceBNN(net, NORMAL, LIKELIHOOD) for _ in range(2))
     history = fit(bnn, 12, lr=0.3, validation=HELD_OUT)
     best = max(range(12), key=history.validation.__getitem__)
     fit(plain, best + 1, lr=0.3)
@@ -83,15 +77,17 @@ def test_laplace_approximations_take_their_curvature_at_the_best_epoch():
 
 
 def test_held_out_batches_are_unpacked_and_weighted_as_the_others():
+    def batch(rows, weights):
+        return [{"x": X[rows], "y": Y[rows], "w": torch.tensor(weights)}]
+
     history = []
     for held_out in (
-        [{"x": X[:4], "y": Y[:4], "w": torch.tensor([2.0, 1.0, 0.0, 1.0])}],
-        [{"x": X[[0, 0, 1, 3]], "y": Y[[0, 0, 1, 3]], "w": torch.ones(4)}],
+        batch([0, 1, 2, 3], [2.0, 1.0, 0.0, 1.0]),
+        batch([0, 0, 1, 3], [1.0, 1.0, 1.0, 1.0]),
     ):
         torch.manual_seed(1)
-        bnn = make()
-        found = bnn.fit(
-            [{"x": X, "y": Y, "w": torch.ones(40)}],
+        found = make().fit(
+            batch(range(40), [1.0] * 40),
             torch.optim.Adam,
             2,
             unpack=lambda batch: (batch["x"], batch["y"], batch["w"]),
@@ -142,8 +138,7 @@ def test_bad_arguments():
 
 def test_snapshots_are_not_undone():
     torch.manual_seed(0)
-    net, prior = nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    bnn = tyxe.SWAG_BNN(net, prior, tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1), rank=2)
+    bnn = tyxe.SWAG_BNN(nn.Linear(1, 1), NORMAL, LIKELIHOOD, rank=2)
     with pytest.raises(ValueError, match="restore_best"):
         fit(bnn, 8, validation=HELD_OUT, restore_best=True)
     history = fit(bnn, 8, validation=HELD_OUT)

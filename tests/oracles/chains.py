@@ -23,6 +23,22 @@ def data():
     return x, y
 
 
+def posterior(temperature=1.0):
+    """Return mean and covariance of weight and bias under the prior and a tempered likelihood."""
+    x, y = data()
+    design = torch.cat([x, torch.ones(N, 1).double()], 1) / NOISE / temperature**0.5
+    precision = design.T @ design + torch.eye(2).double() / 1.5**2
+    mean = torch.linalg.solve(precision, design.T @ y / NOISE / temperature**0.5).squeeze(-1)
+    return mean, torch.linalg.inv(precision)
+
+
+def assert_samples(samples, mean, covariance):
+    """Compare samples of weight and bias with exact moments."""
+    assert samples.keys() == {"net.weight", "net.bias"}
+    both = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
+    assert_moments(both, mean, covariance)
+
+
 def make(kernel=None, likelihood=None, net=None):
     likelihood = likelihood or HomoskedasticGaussian(N, scale=NOISE)
     kernel = kernel or functools.partial(HMC, step_size=0.15, num_steps=6)
