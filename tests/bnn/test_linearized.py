@@ -38,17 +38,6 @@ def test_glm_by_outputs_is_glm_by_weights():
     assert bool(((found - by_weights.mean(0)).abs() <= 6 * error + 1e-12).all())
 
 
-@pytest.mark.parametrize("link", ["mc", "probit", "bridge"])
-def test_links_give_class_probabilities(link):
-    bnn, x, y = fitted()
-    probs = bnn.predict(x, link=link).exp()
-    torch.testing.assert_close(probs.sum(-1), torch.ones(15))
-    error, log_likelihood = bnn.evaluate(x, y, link=link, reduction="none")
-    if link != "mc":  # which draws anew
-        torch.testing.assert_close(log_likelihood.exp(), probs.gather(1, y[:, None])[:, 0])
-    assert error.shape == (15,)
-
-
 @pytest.mark.parametrize("kind", ["classes", "binary", "scales", "censored"])
 def test_bounded_outputs_have_no_gaussian_in_any_prediction(kind):
     x, likelihoods = torch.randn(8, 2), tyxe.likelihoods
@@ -91,114 +80,6 @@ def small(guide):
     return bnn, x
 
 
-def check_predictions(bnn, x, covariance):
-    """Compare `predict` with the Gaussian of the outputs and the noise."""
-    mean, scale = bnn.predict(x, predictive="glm")
-    variance = covariance.diagonal(dim1=1, dim2=2) + 0.25
-    torch.testing.assert_close(scale, variance.sqrt())
-    torch.testing.assert_close(mean, bnn.predict(x, num_predictions=0)[0])
-
-
-def test_the_linearised_predictive_of_a_mean_field_guide():
-    bnn, x = small(tyxe.guides.AutoNormal)
-    linear = bnn._linearize(x)
-    _, found = glm_outputs(bnn.net_guide, linear)
-    centre = bnn._mean_values()
-    draws = torch.stack(
-        [
-            linear.blocks.flatten({k: values[k] - v for k, v in centre.items()}).detach()
-            for values in bnn._draws(4_000)
-        ]
-    )
-    sampled = torch.einsum("ncp,sp->snc", jacobian(linear), draws)
-    products = torch.einsum("snc,snd->sncd", sampled, sampled)
-    error = products.std(0) / math.sqrt(4_000)
-    assert bool(((products.mean(0) - found).abs() <= 6 * error).all())
-    check_predictions(bnn, x, found)
-
-
-PYROS = {
-    "diagonal": autoguide.AutoDiagonalNormal,
-    "low rank": functools.partial(autoguide.AutoLowRankMultivariateNormal, rank=2),
-    "full": autoguide.AutoMultivariateNormal,
-}
-
-
-@pytest.mark.parametrize("name", PYROS)
-def test_the_linearised_predictive_of_a_normal_over_all_sites_has_its_covariance(name):
-    bnn, x = small(PYROS[name])
-    guide = bnn.net_guide.guide
-    posterior = guide.get_posterior()
-    covariance = getattr(posterior, "covariance_matrix", None)
-    if covariance is None:  # of an Independent
-        covariance = posterior.variance.diag()
-    linear = bnn._linearize(x)
-    places = torch.arange(len(covariance), dtype=covariance.dtype)
-    unpacked = {site["name"]: part for site, part in guide._unpack_latent(places)}
-    order = linear.blocks.flatten(unpacked).long()
-    rows = jacobian(linear)
-    _, found = glm_outputs(bnn.net_guide, linear)
-    expected = rows @ covariance[order][:, order] @ rows.mT
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    check_predictions(bnn, x, found)
-
-
-def laplace(structure):
-    bnn, x, _ = fitted(structure)
-    return bnn, x
-
-
-JOINT = {
-    "kron": lambda: laplace("kron"),
-    "full": lambda: laplace("full"),
-    "mean field": lambda: small(tyxe.guides.AutoNormal),
-    "Pyro's, low rank": lambda: small(PYROS["low rank"]),
-}
-
-
-@pytest.mark.parametrize("name", JOINT)
-def test_joint_draws_are_the_linearised_net_at_draws_of_the_weights(name):
-    """At all points and for any batches the same draws, with their covariance over points."""
-    bnn, x = JOINT[name]()
-    linear, how = bnn._linearize(x), {"num_predictions": 4_000, "predictive": "glm", "joint": True}
-    seeded, count = torch.Generator().manual_seed(1).get_state(), how["num_predictions"]
-    torch.set_rng_state(seeded)
-    weights = torch.stack(
-        [linear.blocks.flatten(v).detach() for v in ReplayedDraws().over(bnn._draws(count))]
-    )
-    moved = weights - linear.blocks.flatten(bnn._mean_values()).detach()
-    expected = linear.outputs.detach() + torch.einsum("ncp,sp->snc", jacobian(linear), moved)
-    for size in (None, 2):
-        torch.set_rng_state(seeded)
-        found = bnn.predict(x, aggregate=False, batch_size=size, **how)
-        torch.testing.assert_close(found, expected)
-
-
-def test_joint_targets_have_the_law_of_sums_over_points():
-    bnn, x = small(tyxe.guides.AutoNormal)
-    covariance = torch.cov(
-        bnn.predict(x, num_predictions=4_000, predictive="glm", aggregate=False, joint=True).sum(
-            (1, 2)
-        )[None]
-    )
-    drawn = bnn.sample_predictive(x, num_samples=4_000, predictive="glm", joint=True)
-    expected = covariance + 0.25 * drawn[0].numel()
-    assert abs(drawn.sum((1, 2)).var() / expected - 1) < 6 * math.sqrt(2 * 2 / 4_000)
-
-
-def test_joint_draws_are_of_weights():
-    bnn, x, y = fitted("full")
-    bnn.fit_gp([(x, y)])
-    for predictive in ("gp", bnn._gaussian_predictives()["glm"]):
-        with pytest.raises(ValueError, match="outputs of each point alone"):
-            bnn.predict(x, predictive=predictive, aggregate=False, joint=True)
-    radial, x = small(tyxe.guides.AutoRadial)
-    with pytest.raises(TypeError, match=r"'net.0.weight' is no Normal"):
-        radial.predict(x, predictive="glm", aggregate=False, joint=True)
-    drawn = bnn.predict(x, predictive="bnn", num_predictions=3, aggregate=False, joint=True)
-    assert drawn.shape[0] == 3
-
-
 class AutoDense(tyxe.guides.Guide):
     """One Normal over all sites with a known precision."""
 
@@ -216,37 +97,124 @@ class AutoDense(tyxe.guides.Guide):
         raise AssertionError("all sites are of the joint")
 
 
-def test_the_linearised_predictive_of_a_joint_normal_of_ones_own():
-    bnn, x = small(AutoDense)
-    guide, linear = bnn.net_guide, bnn._linearize(x)
-    order = linear.blocks.flatten(guide.blocks.unflatten(torch.arange(len(guide.loc))))
-    covariance = torch.linalg.inv(guide.precision.to_dense())[order][:, order]
+def of_sites(guide, blocks):
+    """Return the covariance of independent Normals."""
+    scales = {f"net.{site.own_name}": guide.get_scale(site.own_name) for site in guide.sites}
+    return blocks.flatten(scales).square().diag()
+
+
+def of_ones_own(guide, blocks):
+    order = blocks.flatten(guide.blocks.unflatten(torch.arange(len(guide.loc))))
+    return torch.linalg.inv(guide.precision.to_dense())[order][:, order]
+
+
+def of_pyros(guide, blocks):
+    posterior = guide.guide.get_posterior()
+    covariance = getattr(posterior, "covariance_matrix", None)
+    if covariance is None:  # of an Independent
+        covariance = posterior.variance.diag()
+    places = torch.arange(len(covariance), dtype=covariance.dtype)
+    unpacked = {site["name"]: part for site, part in guide.guide._unpack_latent(places)}
+    order = blocks.flatten(unpacked).long()
+    return covariance[order][:, order]
+
+
+LOW_RANK = functools.partial(autoguide.AutoLowRankMultivariateNormal, rank=2)
+NORMALS = {
+    "mean field": (tyxe.guides.AutoNormal, of_sites),
+    "one's own": (AutoDense, of_ones_own),
+    "diagonal": (autoguide.AutoDiagonalNormal, of_pyros),
+    "low rank": (LOW_RANK, of_pyros),
+    "full": (autoguide.AutoMultivariateNormal, of_pyros),
+}
+
+
+@pytest.mark.parametrize("name", NORMALS)
+def test_the_linearised_predictive_of_a_normal_has_its_covariance(name):
+    kind, of = NORMALS[name]
+    bnn, x = small(kind)
+    linear = bnn._linearize(x)
     rows = jacobian(linear)
-    _, found = glm_outputs(guide, linear)
-    torch.testing.assert_close(found, rows @ covariance @ rows.mT, rtol=1e-9, atol=1e-12)
-    check_predictions(bnn, x, found)
+    _, found = glm_outputs(bnn.net_guide, linear)
+    expected = rows @ of(bnn.net_guide, linear.blocks) @ rows.mT
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    mean, scale = bnn.predict(x, predictive="glm")
+    torch.testing.assert_close(scale, (found.diagonal(dim1=1, dim2=2) + 0.25).sqrt())
+    torch.testing.assert_close(mean, bnn.predict(x, num_predictions=0)[0])
 
 
-@pytest.mark.parametrize("guide", [autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal])
-def test_a_transformed_normal_is_no_normal(guide):
-    prior = tyxe.priors.IIDPrior(dist.LogNormal(0.0, 1.0))
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)
-    bnn = tyxe.VariationalBNN(nn.Linear(1, 1), prior, likelihood, guide)
-    with pytest.raises(TypeError, match=r"is no Normal|no distribution per site"):
-        bnn.predict(torch.ones(4, 1), predictive="glm")
+JOINT = {
+    "kron": lambda: fitted("kron")[:2],
+    "full": lambda: fitted("full")[:2],
+    "mean field": lambda: small(tyxe.guides.AutoNormal),
+    "Pyro's, low rank": lambda: small(LOW_RANK),
+}
 
 
-def test_glm_needs_a_gaussian():
-    x, y = torch.randn(4, 1), torch.randn(4, 1)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)
+@pytest.mark.parametrize("name", JOINT)
+def test_joint_draws_are_the_linearised_net_at_draws_of_the_weights(name):
+    """At all points and for any batches the same draws, with their covariance over points."""
+    bnn, x = JOINT[name]()
+    linear, count = bnn._linearize(x), 20
+    how = {"num_predictions": count, "predictive": "glm", "joint": True}
+    seeded = torch.Generator().manual_seed(1).get_state()
+    torch.set_rng_state(seeded)
+    weights = torch.stack(
+        [linear.blocks.flatten(v).detach() for v in ReplayedDraws().over(bnn._draws(count))]
+    )
+    moved = weights - linear.blocks.flatten(bnn._mean_values()).detach()
+    expected = linear.outputs.detach() + torch.einsum("ncp,sp->snc", jacobian(linear), moved)
+    for size in (None, 2):
+        torch.set_rng_state(seeded)
+        found = bnn.predict(x, aggregate=False, batch_size=size, **how)
+        torch.testing.assert_close(found, expected)
+
+
+def test_joint_targets_have_the_law_of_sums_over_points():
+    bnn, x = small(tyxe.guides.AutoNormal)
+    how = {"predictive": "glm", "joint": True}
+    outputs = bnn.predict(x, num_predictions=2_000, aggregate=False, **how)
+    drawn = bnn.sample_predictive(x, num_samples=2_000, **how)
+    expected = outputs.sum((1, 2)).var() + 0.25 * drawn[0].numel()
+    assert abs(drawn.sum((1, 2)).var() / expected - 1) < 6 * math.sqrt(2 * 2 / 2_000)
+
+
+def test_joint_draws_are_of_weights():
+    bnn, x, y = fitted("full")
+    bnn.fit_gp([(x, y)])
+    for predictive in ("gp", bnn._gaussian_predictives()["glm"]):
+        with pytest.raises(ValueError, match="outputs of each point alone"):
+            bnn.predict(x, predictive=predictive, aggregate=False, joint=True)
+    drawn = bnn.predict(x, predictive="bnn", num_predictions=3, aggregate=False, joint=True)
+    assert drawn.shape[0] == 3
+
+
+def chain(prior, likelihood):
     kernel = functools.partial(pyro.infer.mcmc.HMC, step_size=0.1, num_steps=2)
-    chain = tyxe.MCMC_BNN(nn.Linear(1, 1), NORMAL, likelihood, kernel)
-    chain.fit([(x, y)], 2, warmup_steps=1, disable_progbar=True)
-    with pytest.raises(TypeError, match=r"MCMC_BNN has no Gaussian posterior"):
-        chain.predict(x, predictive="glm")
-    radial = tyxe.VariationalBNN(nn.Linear(1, 1), NORMAL, likelihood, tyxe.guides.AutoRadial)
-    with pytest.raises(TypeError, match=r"'net.weight' is no Normal"):
-        radial.predict(x, predictive="glm")
+    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1), prior, likelihood, kernel)
+    bnn.fit([(torch.ones(4, 1), torch.ones(4, 1))], 2, warmup_steps=1, disable_progbar=True)
+    return bnn
+
+
+def of_guide(guide):
+    return lambda *parts: tyxe.VariationalBNN(nn.Linear(1, 1), *parts, guide)
+
+
+POSITIVE = tyxe.priors.IIDPrior(dist.LogNormal(0.0, 1.0))
+NO_GAUSSIAN = [
+    (chain, NORMAL, "MCMC_BNN has no Gaussian posterior"),
+    (of_guide(tyxe.guides.AutoRadial), NORMAL, "'net.weight' is no Normal"),
+    (of_guide(autoguide.AutoDiagonalNormal), POSITIVE, "is no Normal|no distribution per site"),
+    (of_guide(autoguide.AutoMultivariateNormal), POSITIVE, "is no Normal|no distribution per site"),
+]
+
+
+@pytest.mark.parametrize(("make", "prior", "message"), NO_GAUSSIAN)
+def test_a_linearised_net_needs_a_gaussian(make, prior, message):
+    bnn = make(prior, tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5))
+    for how in ({}, {"aggregate": False, "joint": True}):
+        with pytest.raises(TypeError, match=message):
+            bnn.predict(torch.ones(4, 1), predictive="glm", **how)
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -263,15 +231,12 @@ def test_the_subset_of_gp_moves_with_the_net(used):
     assert found.dtype == torch.float64
     # The same net and the same data, rounded to float32, in float64 from the start.
     exact, _, _ = classifier("full")
-    exact.load_state_dict({**exact.state_dict(), **_parameters_of(single)})
+    means = {n: p for n, p in single.state_dict().items() if n.startswith("net_guide.locs")}
+    exact.load_state_dict({**exact.state_dict(), **means})
     exact.fit_curvature([(x32.double(), y)])
     torch.testing.assert_close(
         found, exact.predict(x32.double(), link="probit"), rtol=1e-8, atol=1e-8
     )
-
-
-def _parameters_of(bnn):
-    return {name: p for name, p in bnn.state_dict().items() if name.startswith("net_guide.locs")}
 
 
 @pytest.mark.parametrize("link", ["mc", "probit"])

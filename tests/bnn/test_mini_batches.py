@@ -1,5 +1,6 @@
 """Chains by mini-batches: rates, tempering, resuming, batches of their own, storage, errors."""
 
+import contextlib
 import copy
 import functools
 import os
@@ -9,6 +10,7 @@ import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
-from tests.oracles.chains import NOISE, PRIOR, N, assert_moments, data
+from tests.oracles.chains import NOISE, PRIOR, N, assert_samples, data, posterior
 from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.chains import MCMCRun
 from tyxe.bnn.potential import BatchPotential, Potential
@@ -46,32 +48,56 @@ def loader(batch_size=4, shuffle=True):
     return DataLoader(TensorDataset(X, Y), batch_size, shuffle=shuffle)
 
 
-def posterior(temperature):
-    """Return mean and covariance under the prior and the tempered likelihood."""
-    design = torch.cat([X, torch.ones(N, 1).double()], 1)
-    precision = design.T @ design / NOISE**2 / temperature + torch.eye(2).double() / 1.5**2
-    mean = torch.linalg.solve(precision, design.T @ Y / NOISE**2 / temperature).squeeze(-1)
-    return mean, torch.linalg.inv(precision)
+class Sizes(NamedTuple):
+    step_size: torch.Tensor
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
+class Walk(Kernel):
+    """A kernel of a user's, who has not thought of temperatures."""
+
+    statistics, noises, uniforms = ("accepted",), 1, 1
+
+    def start(self, potential, position, random):
+        step_size = torch.full_like(position[:, 0], 0.3)
+        return Chains((position, potential(position)[0]), Sizes(step_size), ())
+
+    def step(self, potential, state, settings, random):
+        position, energy = state
+        proposal = position + settings.step_size[:, None] * random.noise[0]
+        after = potential(proposal)[0]
+        accepted = random.uniforms[0].log() < energy - after
+        position = torch.where(accepted[:, None], proposal, position)
+        energy = torch.where(accepted, after, energy)
+        told = accepted.to(energy)[:, None]
+        return (position, energy), Transition(accepted | True, position, energy, told)
+
+    def plan(self, length):
+        return torch.zeros(0, 1)
+
+    def adapt(self, before, state, transition, warm, rows, random):
+        raise AssertionError("there is no plan")
+
+
+LONG = {"num_samples": 150, "warmup_steps": 300, "thinning": 4}
+SHORT = {"num_samples": 60, "warmup_steps": 120}
+
+
 @pytest.mark.parametrize(
-    "kernel",
+    ("kernel", "temperature", "length"),
     [
-        functools.partial(SGLD, 0.01),
-        functools.partial(SGHMC, 0.01, friction=0.3),
-        functools.partial(NUTS),
-        functools.partial(HMC, num_steps=5),
-        functools.partial(MCLMC, energy_variance=1e-4, step_size=0.1),
+        (SGLD(0.01, temperature=0.3), 0.3, LONG),
+        (SGHMC(0.01, friction=0.3, temperature=0.3), 0.3, LONG),
+        (NUTS(temperature=0.3), 0.3, SHORT),
+        (HMC(num_steps=5, temperature=0.3), 0.3, SHORT),
+        (MCLMC(energy_variance=1e-4, step_size=0.1, temperature=0.3), 0.3, LONG),
+        (Walk(), 1.0, {**LONG, "thinning": 10}),
     ],
-    ids=lambda kernel: kernel.func.__name__,
+    ids=["SGLD", "SGHMC", "NUTS", "HMC", "MCLMC", "one's own"],
 )
-def test_a_temperature_divides_the_data_term_alone(kernel, temperature):
-    bnn = make(kernel(temperature=temperature))
-    bnn.fit([(X, Y)], 150, warmup_steps=300, num_chains=16, thinning=3, compile=False)
-    samples = bnn.get_samples()
-    stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
-    assert_moments(stacked, *posterior(temperature))
+def test_a_temperature_divides_the_data_term_alone(kernel, temperature, length):
+    bnn = make(kernel)
+    bnn.fit([(X, Y)], num_chains=16, compile=False, **length)
+    assert_samples(bnn.get_samples(), *posterior(temperature))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -94,6 +120,19 @@ def test_a_step_without_noise_is_one_of_sgd_at_the_same_rate(temperature):
     torch.testing.assert_close(state.point.position[0], potential.flatten(after))
 
 
+@contextlib.contextmanager
+def stopped(after):
+    """Interrupt the sampling after some transitions."""
+
+    def go(chains, progress):
+        for _, _ in zip(range(after), chains.run.steps(), strict=False):
+            pass
+        raise KeyboardInterrupt
+
+    with mock.patch.object(MCMCRun, "go", go), pytest.raises(KeyboardInterrupt):
+        yield
+
+
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been():
     kernel = SGHMC(0.02, schedule="cyclical", num_cycles=2)
 
@@ -102,44 +141,19 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been():
         bnn = make(kernel)
         fit = functools.partial(bnn.fit, loader(5), 8, thinning=2)
         if stop_at:
-            at = Stop(stop_at)
-            with at, pytest.raises(KeyboardInterrupt):
+            with stopped(stop_at):
                 fit()
             assert 0 < bnn.samples["net.weight"].shape[1] < 8
             torch.randn(3)  # other uses of the generator do not matter
-            fit = functools.partial(bnn.fit, at.loader_of(bnn), 8, thinning=2, resume=True)
+            fit = functools.partial(bnn.fit, bnn._chains.data, 8, thinning=2, resume=True)
         return fit().get_samples()["net.weight"]
 
     torch.testing.assert_close(fitted(None), fitted(75), rtol=0, atol=0)
 
 
-class Stop:
-    """Interrupt the sampling after some transitions."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __enter__(self):
-        self.go, run = MCMCRun.go, self
-
-        def go(chains, progress):
-            for _, _ in zip(range(run.count), chains.run.steps(), strict=False):
-                pass
-            raise KeyboardInterrupt
-
-        MCMCRun.go = go
-
-    def __exit__(self, *error):
-        MCMCRun.go = self.go
-
-    @staticmethod
-    def loader_of(bnn):
-        return bnn._chains.data
-
-
 def test_resuming_with_another_loader_is_an_error():
     bnn = make(SGLD(0.01))
-    with Stop(30), pytest.raises(KeyboardInterrupt):
+    with stopped(30):
         bnn.fit(loader(), 20)
     with pytest.raises(ValueError, match="resume=True goes on with the data"):
         bnn.fit(loader(), 20, resume=True)
@@ -213,17 +227,18 @@ def test_a_file_that_does_not_fit_is_an_error_before_the_first_step(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"compile": True}, ValueError, "mini-batches is not compiled"),
-        ({"init": warm_start()}, ValueError, r"a warm start takes all data at once.*bnn\.starts"),
-        ({"warmup_steps": 3}, ValueError, "13 steps are too few for 4 cycles"),
+        ({"compile": True}, "mini-batches is not compiled"),
+        ({"init": warm_start()}, r"a warm start takes all data at once.*bnn\.starts"),
+        ({"warmup_steps": 3}, "13 steps are too few for 4 cycles"),
     ],
 )
-def test_bad_options(options, error, message):
+def test_bad_options_leave_no_file(options, message, tmp_path):
     bnn = make(SGLD(0.01, schedule="cyclical"))
-    with pytest.raises(error, match=message):
-        bnn.fit(loader(), 10, **options)
+    with pytest.raises(ValueError, match=message):
+        bnn.fit(loader(), 10, file=tmp_path / "samples", **options)
+    assert not os.listdir(tmp_path)
 
 
 def test_an_epoch_of_another_size_is_told():
@@ -233,8 +248,9 @@ def test_an_epoch_of_another_size_is_told():
         bnn.fit(loader(), 10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kernel", [SGHMC(0.5), SGLD(1.0)], ids=["SGHMC", "SGLD"])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [(SGHMC(0.5), torch.float32), (SGLD(1.0), torch.float64)]
+)
 def test_a_chain_that_leaves_what_is_sensible_leaves_no_samples_from_there(kernel, dtype):
     """At a rate beyond stability, weights grow exponentially long before they overflow."""
     x = torch.randn(40, 2, dtype=dtype)
@@ -258,9 +274,15 @@ class Growing:
         return iter([(X if self.left > 0 else 100 * X, Y)])
 
 
-def test_a_later_divergence_leaves_what_was_good(tmp_path):
+def test_a_divergence_leaves_what_was_good(tmp_path):
     bnn, file = make(SGHMC(0.01)), tmp_path / "samples"
     bnn.fit([(X, Y)], 10)
+    before = bnn.samples["net.weight"].clone()
+    bnn.kernel = SGLD(1e9)
+    with pytest.raises(RuntimeError, match="diverged"), pytest.warns(match="keeps no new samples"):
+        bnn.fit(loader(), 50, file=file)
+    assert torch.equal(bnn.samples["net.weight"], before)
+    bnn.kernel = SGHMC(0.01)  # for which the file is not in the way
     with pytest.raises(RuntimeError, match="diverged"), pytest.warns(match=r"keeps \d+ samples of"):
         bnn.fit(Growing(100), 2000, warmup_steps=50, file=file)
     weights = bnn.samples["net.weight"]
@@ -271,35 +293,13 @@ def test_a_later_divergence_leaves_what_was_good(tmp_path):
         bnn.fit([(X, Y)], 2000, warmup_steps=50, resume=True)
 
 
-def test_a_divergence_at_once_keeps_the_samples_that_there_were(tmp_path):
-    bnn, file = make(SGLD(0.01)), tmp_path / "samples"
-    bnn.fit(loader(), 10)
-    before = bnn.samples["net.weight"].clone()
-    bnn.kernel = SGLD(1e9)
-    with (
-        pytest.raises(RuntimeError, match="diverged"),
-        pytest.warns(match="stopped: the BNN keeps no new samples"),
-    ):
-        bnn.fit(loader(), 50, file=file)
-    assert torch.equal(bnn.samples["net.weight"], before)
-    bnn.kernel = SGLD(0.01)
-    bnn.fit(loader(), 50, file=file)  # not in the way of another
-
-
 def test_an_interrupt_before_the_first_sample_leaves_the_file(tmp_path):
     bnn, file = make(SGLD(0.01)), tmp_path / "samples"
-    with Stop(3), pytest.raises(KeyboardInterrupt):
+    with stopped(3):
         bnn.fit(loader(), 50, file=file)
     found = bnn.fit(bnn._chains.data, 50, resume=True).get_samples()["net.bias"]
     parts = torch.from_file(str(file), False, 100, dtype=torch.double).view(50, 2)
     assert torch.equal(parts[:, :1], found)
-
-
-def test_a_run_that_cannot_be_built_makes_no_file(tmp_path):
-    bnn, file = make(SGLD(0.01, schedule="cyclical")), tmp_path / "samples"
-    with pytest.raises(ValueError, match="53 steps are too few"):
-        bnn.fit(loader(), 50, warmup_steps=3, file=file)
-    bnn.fit(loader(), 50, file=file)
 
 
 def test_gross_outliers_stop_no_chain():
@@ -326,44 +326,6 @@ def test_chains_of_persistent_workers_have_batches_of_their_own():
     assert not torch.equal(first, second)
     assert torch.equal(first, *of((3,)))
     assert torch.equal(second, *of((4,)))
-
-
-class Walk(Kernel):
-    """A kernel of a user's, who has not thought of temperatures."""
-
-    statistics, noises, uniforms = ("accepted",), 1, 1
-
-    def start(self, potential, position, random):
-        step_size = torch.full_like(position[:, 0], 0.3)
-        return Chains((position, potential(position)[0]), Sizes(step_size), ())
-
-    def step(self, potential, state, settings, random):
-        position, energy = state
-        proposal = position + settings.step_size[:, None] * random.noise[0]
-        after = potential(proposal)[0]
-        accepted = random.uniforms[0].log() < energy - after
-        position = torch.where(accepted[:, None], proposal, position)
-        energy = torch.where(accepted, after, energy)
-        told = accepted.to(energy)[:, None]
-        return (position, energy), Transition(accepted | True, position, energy, told)
-
-    def plan(self, length):
-        return torch.zeros(0, 1)
-
-    def adapt(self, before, state, transition, warm, rows, random):
-        raise AssertionError("there is no plan")
-
-
-class Sizes(NamedTuple):
-    step_size: torch.Tensor
-
-
-def test_a_kernel_without_a_temperature_samples_the_posterior():
-    bnn = make(Walk())
-    bnn.fit([(X, Y)], 300, warmup_steps=300, num_chains=16, thinning=10, compile=False)
-    samples = bnn.get_samples()
-    stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
-    assert_moments(stacked, *posterior(1.0))
 
 
 def test_noise_of_batches_is_not_taken_for_agreement(recwarn):
