@@ -227,6 +227,12 @@ def test_a_state_that_does_not_fit_changes_nothing(misfit):
     bnn.fit([data()], ADAM, 1)
 
 
+def test_a_guide_is_no_curvature():
+    bnn, other = tyxe.LaplaceBNN(net(), NORMAL, FIXED), fitted()
+    with pytest.raises(RuntimeError, match=r"that of a LaplaceBNN here and AutoNormal\("):
+        bnn.load_state_dict(other.state_dict())
+
+
 def test_a_nets_own_buffers_may_hold_nan():
     class Marked(nn.Linear):
         def __init__(self):

@@ -268,14 +268,18 @@ class Guide(AnyGuide):
         Raises:
             RuntimeError: the state is of a guide that reads its parameters differently.
         """
-        kind = of_bytes(state)
-        if kind != self.kind:
-            other = kind if isinstance(kind, str) else "that of another kind of BNN"
-            raise RuntimeError(f"the guide is {self.kind} here and {other} in the state dict")
+        if (kind := of_bytes(state)) != self.kind:
+            raise of_another_kind(self.kind, kind)
 
     def __getstate__(self) -> dict[str, Any]:
         # The messages hold the prior's objects, and only the constructor uses them.
         return {**self.__dict__, "messages": {}}
+
+
+def of_another_kind(here: str, there: Any) -> RuntimeError:
+    """Return the error for a state of another guide than one's own, which has its kind."""
+    other = there if isinstance(there, str) else "that of another kind of BNN"
+    return RuntimeError(f"the guide is {here} here and {other} in the state dict")
 
 
 def detached_together(posterior: Mapping[str, td.Distribution]) -> dict[str, td.Distribution]:
