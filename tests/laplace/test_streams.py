@@ -1,12 +1,9 @@
 """Online Laplace against batch posteriors of linear streams, and penalties written out."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributions as td
 
-import tyxe
 from tests.oracles import streams
 from tests.oracles.streams import EXACT, NOISE, NORMAL
 from tyxe.linalg import Kronecker, Sum
@@ -83,21 +80,6 @@ def test_the_sum_is_that_of_the_tasks_curvatures():
     torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, **EXACT)
 
 
-def test_tasks_of_equal_factors_have_the_same_average_and_sum():
-    found = {}
-    for accumulate in ("sum", "average"):
-        bnn = streams.classifier(accumulate=accumulate)
-        for task in range(3):
-            # One task, three times, which the BNN remarks.
-            remarks = pytest.warns(tyxe.TyxeWarning, match="already") if task else nullcontext()
-            with remarks:
-                bnn.fit_curvature([streams.labels()])
-            streams.four_lines(bnn)
-        found[accumulate] = bnn.net_guide.precision
-    torch.testing.assert_close(found["average"].to_dense(), found["sum"].to_dense(), **EXACT)
-    assert all(isinstance(block, Kronecker) for block in found["average"].blocks.values())
-
-
 def test_the_average_weighs_tasks_by_their_points():
     # [T 3.60] as it has to be: factors averaged over all points of both tasks.
     bnn = streams.classifier(accumulate="average", curvature_weight=2.0)
@@ -109,8 +91,9 @@ def test_the_average_weighs_tasks_by_their_points():
     together = streams.classifier(curvature_weight=2.0)
     together.likelihood.dataset_size = 50
     together.fit_curvature(tasks)
-    expected = together.net_guide.precision.to_dense()
-    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, **EXACT)
+    found, expected = (one.net_guide.precision for one in (bnn, together))
+    torch.testing.assert_close(found.to_dense(), expected.to_dense(), **EXACT)
+    assert all(isinstance(block, Kronecker) for block in found.blocks.values())
 
 
 def test_a_diagonal_penalty_per_task_is_elastic_weight_consolidation():
