@@ -326,10 +326,10 @@ def test_noise_that_the_net_predicts_follows_the_inputs(method):
 
 def archive(name):
     """Return 400 rows of a table from the folder of data, or skip the test."""
-    if (path := common.find(f"regression/{name}.npz")) is None:
+    if (path := common.find(f"{name}.npz")) is None:
         pytest.skip(f"{name}.npz is not there")
     with np.load(path) as found:
-        x, y = found["X"].astype(float), found["y"][:, 0].astype(float)
+        x, y = found["X"].astype(float), found["y"].reshape(len(found["X"]), -1)[:, 0]
     rows = np.random.RandomState(0).permutation(len(x))[:400]
     return x[rows], y[rows]
 
@@ -337,7 +337,10 @@ def archive(name):
 NUMBERS = {
     "friedman": partial(make_friedman1, 400, noise=1.0, random_state=0),
     "diabetes": partial(load_diabetes, return_X_y=True),
-    **{name: partial(archive, name) for name in ("energy", "airfoil", "concrete", "yacht")},
+    **{
+        name: partial(archive, f"regression/{name}")
+        for name in ("energy", "airfoil", "concrete", "yacht")
+    },
 }
 
 
@@ -369,6 +372,7 @@ SETS = {
     "moons": partial(make_moons, 3000, noise=0.3, random_state=0),
     "clusters": partial(make_classification, 3000, n_informative=8, n_classes=3, random_state=0),
 }
+TABLES = {name: partial(archive, f"uci/{name}") for name in ("australian", "ionosphere", "vehicle")}
 
 
 def calibration_error(model, x, y):
@@ -379,8 +383,16 @@ def calibration_error(model, x, y):
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("method", quick([*METHODS][:-1], "laplace", "map"))
 def test_probabilities_are_as_calibrated_as_those_of_a_calibrated_regression(method, name):
+    check_calibration(method, *SETS[name]())
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_probabilities_by_default_are_as_calibrated_on_tables(name):
+    check_calibration("laplace", *TABLES[name]())
+
+
+def check_calibration(method, x, y):
     errors = []
-    x, y = SETS[name]()
     for seed in range(2):  # of so few held-out rows, a single split is luck
         size = min(len(x) * 6 // 10, 300)
         x_fit, x_test, y_fit, y_test = train_test_split(
