@@ -3,7 +3,6 @@
 Chains of nets agree in function space, with NumPyro's NUTS and from a deep ensemble's members.
 """
 
-import copy
 import functools
 import math
 import signal
@@ -18,13 +17,15 @@ from torch import nn
 
 import tyxe
 from tests.oracles import two_units
-from tests.oracles.bnns import NORMAL
+from tests.oracles.bnns import NORMAL, mlp
 from tests.oracles.chains import NOISE, PRIOR, N, assert_moments, data
+from tests.oracles.nets import NetOf
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.samplers import HMC, MCLMC, NUTS, Run, warm_start
 
 # Short runs get advice, which the tests of advice look at.
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+FIXED = {"adapt_step_size": False, "adapt_mass_matrix": False}
 ORACLES = Path(__file__).parents[1] / "oracles"
 
 
@@ -34,7 +35,7 @@ def make(kernel=None, net=None, likelihood=None, prior=PRIOR):
     return tyxe.MCMC_BNN(net or nn.Linear(1, 1), prior, likelihood, kernel).double()
 
 
-def quadrature(x: torch.Tensor, y: torch.Tensor, sigma: torch.Tensor) -> list[torch.Tensor]:
+def quadrature(x, y, sigma):
     """Mean and covariance for `beta ~ N(0, 10^2)`, `sigma ~ HalfNormal(10)`: a sum over `sigma`."""
     n, d = x.shape
     logs, means, covariances = [], [], []
@@ -53,13 +54,13 @@ def quadrature(x: torch.Tensor, y: torch.Tensor, sigma: torch.Tensor) -> list[to
     return [mean, within + (weights[:, None] * (rows - mean)).T @ (rows - mean)]
 
 
-def rows_of(bnn, *sites) -> torch.Tensor:
+def rows_of(bnn, *sites):
     """Return samples of some sites as rows, `(S, P)`."""
     samples = bnn.get_samples()
     return torch.cat([samples[site].reshape(len(samples[site]), -1) for site in sites], 1)
 
 
-def test_moments_of_a_regression_of_posteriordb() -> None:
+def test_moments_of_a_regression_of_posteriordb():
     given = np.load(ORACLES / "sblrc.npz")
     x, y = (torch.from_numpy(given[key]) for key in ("X", "y"))
     likelihood = HomoskedasticGaussian(100, scale=dist.HalfNormal(10.0))
@@ -74,54 +75,39 @@ def test_moments_of_a_regression_of_posteriordb() -> None:
 # --- starts -------------------------------------------------------------------------------------
 
 
-def starts(bnn, **options) -> torch.Tensor:
+def starts(bnn, **options):
     return bnn.fit([data()], 1, warmup_steps=0, compile=False, **options).run.starts
 
 
-def test_chains_start_where_they_are_told() -> None:
+def test_chains_start_where_they_are_told():
     bnn = make()
     weight, bias = (p.item() for p in bnn.net.parameters())
     at_net = starts(bnn, init="net", num_chains=2)
     assert at_net.tolist() == [[bias, weight]] * 2
     assert starts(bnn).shape == (4, 2)
-    given = {"net.weight": torch.randn(3, 1, 1), "net.bias": torch.randn(3, 1)}
-    found = starts(bnn, init=given)
+    given = at(torch.randn(3, 1), torch.randn(3, 1, 1))
     expected = torch.cat([given["net.bias"], given["net.weight"][..., 0]], -1)
-    torch.testing.assert_close(found, expected.double())
-    guided = tyxe.VariationalBNN(
-        nn.Linear(1, 1).double(), PRIOR, HomoskedasticGaussian(N, scale=NOISE), AutoDelta
-    )
+    torch.testing.assert_close(starts(bnn, init=given), expected.double())
+    likelihood = HomoskedasticGaussian(N, scale=NOISE)
+    guided = tyxe.VariationalBNN(nn.Linear(1, 1).double(), PRIOR, likelihood, AutoDelta)
     values = torch.cat([v.flatten() for _, v in sorted(guided._mean_values().items())])
     assert starts(bnn, init=guided, num_chains=2).tolist() == [values.tolist()] * 2
 
 
-def test_starts_at_the_prior_have_its_law() -> None:
-    found = starts(make(), num_chains=2_000)
+def test_starts_at_the_prior_have_its_law():
+    found = torch.cat([v.flatten() for v in make().starts([data()], "prior", 2_000).values()])
     assert abs(float(found.mean())) < 4 * 1.5 / math.sqrt(4_000)
     assert abs(float(found.std()) - 1.5) < 4 * 1.5 / math.sqrt(8_000)
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gain * x
-
-
-def negative() -> nn.Module:
-    net = nn.Linear(1, 1)
-    nn.init.constant_(net.weight, -3.0)
-    return net
-
-
-def at(bias: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def at(bias, weight):
     return {"net.bias": bias, "net.weight": weight}
 
 
 ONE, CUBE = torch.zeros(2, 1), torch.zeros(2, 1, 1)
-POSITIVE = {"net": negative(), "prior": tyxe.priors.IIDPrior(dist.HalfNormal(1.0))}
+POSITIVE = {"net": nn.Linear(1, 1), "prior": tyxe.priors.IIDPrior(dist.HalfNormal(1.0))}
+nn.init.constant_(POSITIVE["net"].weight, -3.0)
+BARE = NetOf(lambda self, x: self.gain * x, gain=nn.Parameter(torch.ones(1)))
 OUTSIDE = r"'net\.\w+' is not finite, or not in its prior's supp"
 BAD_STARTS = {
     "number": ({}, (at(ONE, CUBE), 3), r"'net.bias' has shape \(2, 1\); expected \(3, 1\), which"),
@@ -132,12 +118,12 @@ BAD_STARTS = {
     "init": ({}, (3,), "init is 3; expected"),
     "net outside": (POSITIVE, ("net",), OUTSIDE),
     "outside": (POSITIVE, (at(ONE + 0.5, CUBE - 3),), OUTSIDE),
-    "bare": ({"net": Bare()}, (warm_start(torch.optim.Adam, 1),), "'gain' has no reset_parameters"),
+    "bare": ({"net": BARE}, (warm_start(torch.optim.Adam, 1),), "'gain' has no reset_parameters"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_STARTS)
-def test_bad_starts(case: str) -> None:
+def test_bad_starts(case):
     parts, given, message = BAD_STARTS[case]
     with pytest.raises((ValueError, TypeError), match=message):
         make(**parts).starts([data()], *given)
@@ -146,7 +132,7 @@ def test_bad_starts(case: str) -> None:
 # --- the run ------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_goes_on_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on_exactly(monkeypatch):
     options = {"warmup_steps": 20, "num_chains": 2, "compile": False}
     torch.manual_seed(5)
     whole = make(NUTS())
@@ -174,7 +160,7 @@ def test_an_interrupted_run_goes_on_exactly(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(bnn.samples[site], value)
 
 
-def test_samples_go_to_a_file_in_a_dtype(tmp_path: Path) -> None:
+def test_samples_go_to_a_file_in_a_dtype(tmp_path):
     torch.manual_seed(1)
     expected = make().fit([data()], 6, warmup_steps=5).get_samples(group_by_chain=True)
     torch.manual_seed(1)
@@ -186,75 +172,34 @@ def test_samples_go_to_a_file_in_a_dtype(tmp_path: Path) -> None:
         torch.testing.assert_close(bnn.samples[site], value.float())
 
 
-def test_thinning_keeps_as_many() -> None:
-    torch.manual_seed(1)
-    bnn = make()
-    all_ = copy.deepcopy(bnn)
-    torch.manual_seed(2)
-    bnn.fit([data()], 5, warmup_steps=4, thinning=3, compile=False)
-    torch.manual_seed(2)
-    all_.fit([data()], 15, warmup_steps=4, compile=False)
-    assert torch.equal(bnn.samples["net.weight"], all_.samples["net.weight"][:, 2::3])
-
-
-def test_warnings_name_the_remedy() -> None:
+def test_warnings_name_the_remedy():
     with pytest.warns(tyxe.TyxeWarning, match="warmup_steps=3 is too short to adapt step sizes"):
         make(NUTS()).fit([data()], 3, warmup_steps=3)
     with pytest.warns(tyxe.TyxeWarning, match="100.0% of the transitions diverged"):
-        make(HMC(step_size=50.0, adapt_step_size=False, adapt_mass_matrix=False)).fit(
-            [data()], 3, warmup_steps=0
-        )
-    apart = {
-        "net.weight": torch.tensor([-50.0, 50.0])[:, None, None],
-        "net.bias": torch.tensor([[-50.0], [90.0]]),
-    }
-    frozen = HMC(step_size=1e-6, adapt_step_size=False, adapt_mass_matrix=False)
+        make(HMC(step_size=50.0, **FIXED)).fit([data()], 3, warmup_steps=0)
+    apart = at(torch.tensor([[-50.0], [90.0]]), torch.tensor([-50.0, 50.0])[:, None, None])
+    frozen = HMC(step_size=1e-6, **FIXED)
     with pytest.warns(tyxe.TyxeWarning, match="chains disagree: R-hat of the log joint"):
         make(frozen).fit([data()], 50, warmup_steps=0, init=apart)
-    deep = NUTS(step_size=1e-4, adapt_step_size=False, adapt_mass_matrix=False, max_tree_depth=2)
+    deep = NUTS(step_size=1e-4, max_tree_depth=2, **FIXED)
     with pytest.warns(tyxe.TyxeWarning, match="100.0% of the trees have the full depth of 2"):
         make(deep).fit([data()], 3, warmup_steps=0)
 
 
-def test_summaries_are_of_predictions() -> None:
-    bnn = make(HMC(step_size=0.15, num_steps=6, adapt_step_size=False, adapt_mass_matrix=False))
-    run = bnn.fit([data()], 200, warmup_steps=20, compile=False)
-    assert run.potentials.shape == (4, 200)
+def test_summaries_are_of_predictions():
+    bnn = make(HMC(step_size=0.15, num_steps=6, **FIXED))
+    run = bnn.fit([data()], 100, warmup_steps=20, compile=False)
+    assert run.potentials.shape == (4, 100)
     table = bnn.summary(torch.ones(3, 1).double())
     assert len(table) == 3
     assert float(table["r_hat"].max()) < 1.05
     assert {"ess_bulk", "ess_tail"} <= set(table.columns)
     assert len(bnn.summary()) == 2
     outputs = bnn.to_arviz(torch.ones(3, 1).double()).posterior["predictions"]
-    assert outputs.shape == (4, 200, 3, 1)
+    assert outputs.shape == (4, 100, 3, 1)
     weight, bias = bnn.samples["net.weight"], bnn.samples["net.bias"]
     expected = (weight[..., 0] + bias)[:, :, None].expand(-1, -1, 3, -1)
     np.testing.assert_allclose(outputs.values, expected.numpy())
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(1, 1)
-        self.second = nn.Linear(1, 1)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-def test_tied_weights_and_hidden_ones() -> None:
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_parameters=["bias"])
-    bnn = make(net=Tied(), prior=prior)
-    with pytest.warns(tyxe.TyxeWarning, match="MCMC does not fit first.bias, second.bias"):
-        run = bnn.fit([data()], 3, warmup_steps=3)
-    assert run.run.starts.shape == (4, 1)
-    w = next(iter(bnn.samples.items()))[1][0, 0]
-    first, second = bnn.net.first.bias.detach(), bnn.net.second.bias.detach()
-    x = torch.ones(1, 1).double()
-    expected = (x * w + first) * w + second
-    found = bnn.predict(x, num_predictions=12, aggregate=False)[0]
-    torch.testing.assert_close(found, expected.reshape(1, 1))
 
 
 # --- functions of nets, which agree where weights do not -----------------------------------------
@@ -263,17 +208,16 @@ def test_tied_weights_and_hidden_ones() -> None:
 PROBES = torch.tensor(two_units.PROBES).double()[:, None]
 
 
-def functions(kernel, hidden: int, samples: int, **options) -> torch.Tensor:
+def functions(kernel, hidden, samples, **options):
     """Return outputs at the probes, `(parts, samples of a part, probes)`, for standard errors."""
-    net = nn.Sequential(nn.Linear(1, hidden), nn.Tanh(), nn.Linear(hidden, 1))
-    bnn = make(kernel, net, prior=NORMAL)
+    bnn = make(kernel, mlp(1, hidden, 1), prior=NORMAL)
     bnn.fit([data()], samples, progress=False, **options)
     count = len(next(iter(bnn.get_samples().values())))
     outputs = bnn.predict(PROBES, num_predictions=count, aggregate=False)[..., 0]
     return outputs.unflatten(0, (20, -1))
 
 
-def assert_same_moments(first: torch.Tensor, second: torch.Tensor) -> None:
+def assert_same_moments(first, second):
     centre = torch.cat([first.flatten(0, 1), second.flatten(0, 1)]).mean(0)
     for power in (1, 2):
         parts = [((found - centre) ** power).mean(1) for found in (first, second)]
@@ -283,7 +227,7 @@ def assert_same_moments(first: torch.Tensor, second: torch.Tensor) -> None:
         assert bool((error < 0.2).all()), "errors too large to tell"
 
 
-def test_a_net_of_two_hidden_units_is_numpyros() -> None:
+def test_a_net_of_two_hidden_units_is_numpyros():
     # As many chains as parts, since a chain stays long where both units bend the same way.
     how = {"warmup_steps": 300, "num_chains": 20, "compile": True}
     found = functions(NUTS(), 2, 500, **how)
@@ -297,7 +241,7 @@ def test_a_net_of_two_hidden_units_is_numpyros() -> None:
 
 
 @pytest.mark.slow
-def test_mile_is_nuts() -> None:
+def test_mile_is_nuts():
     nuts = functions(NUTS(), 8, 2_000, warmup_steps=500, compile=True)
     adam = functools.partial(torch.optim.AdamW, lr=1e-2)
     kernel = MCLMC(energy_variance=(5e-2, 5e-4))

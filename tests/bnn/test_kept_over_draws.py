@@ -1,24 +1,22 @@
 """What no site touches runs once for all draws, unless that changes what the net returns."""
 
-import functools
 import warnings
-from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 import tyxe
 from tests.oracles import front_nets
+from tests.oracles.bnns import NORMAL, mean_field
 from tests.oracles.front_nets import Drops, Net, Residual
-from tests.oracles.nets import ReadLast
+from tests.oracles.nets import NetOf, ReadLast
 from tests.oracles.predictions import seeded
 from tyxe.bnn import laplace_posterior
 from tyxe.bnn.passes import NetOnBatch
-from tyxe.bnn.potential import Potential, exclusive_unvalidated
 from tyxe.predictive.prefix import SiteFreePrefix
 from tyxe.priors import IIDPrior
 from tyxe.samplers import HMC, NUTS
@@ -31,41 +29,34 @@ class Counted(nn.Conv2d):
 
     calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         return super().forward(x)
 
 
-Recurrent = functools.partial(ReadLast, nn.LSTM, 3, 5, 1)
-
-
-class Attends(nn.Module):
-    """A layer of a transformer, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.head = nn.TransformerEncoderLayer(4, 2, 8), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.front(x).mean(1))
-
-
-def resnet() -> ResNet:
+def resnet():
     net = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3)
     net.conv1 = Counted(3, 64, 3, bias=False)
     return net
 
 
-def last(layer: nn.Module) -> tyxe.priors.Prior:
+def recurrent():
+    return ReadLast(nn.LSTM, 3, 5, 1)
+
+
+def last(layer):
     return tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_all=False, expose_modules=[layer])
 
 
-def classifier(net: nn.Module, layer: nn.Module) -> tyxe.VariationalBNN:
-    likelihood = tyxe.likelihoods.Categorical(N)
-    return tyxe.VariationalBNN(net, last(layer), likelihood, tyxe.guides.AutoNormal)
+def classifier(net, layer):
+    return mean_field(net, tyxe.likelihoods.Categorical(N), last(layer))
 
 
-def without(monkeypatch: pytest.MonkeyPatch) -> None:
+def gaussian(n=N):
+    return tyxe.likelihoods.HomoskedasticGaussian(n, scale=0.5)
+
+
+def without(monkeypatch):
     monkeypatch.setattr(SiteFreePrefix, "__call__", lambda self, forward: forward())
 
 
@@ -81,16 +72,14 @@ WAYS = {
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("handler", [None, tyxe.poutine.local_reparameterization])
-def test_predictions_are_bit_for_bit_those_without(how, handler, monkeypatch) -> None:
-    if handler is not None and how == "vmap":
+@pytest.mark.parametrize("handler", [tyxe.poutine.report, tyxe.poutine.local_reparameterization])
+def test_predictions_are_bit_for_bit_those_without(how, handler, monkeypatch):
+    if how == "vmap":
         handler = tyxe.poutine.report
     net, x, y = resnet(), torch.randn(N, 3, 16, 16), torch.randint(3, (N,))
     bnn = classifier(net, net.fc)
 
-    def run() -> Tensor:
-        if handler is None:
-            return seeded(WAYS[how], bnn, x, y)
+    def run():
         with handler():
             return seeded(WAYS[how], bnn, x, y)
 
@@ -103,10 +92,19 @@ def test_predictions_are_bit_for_bit_those_without(how, handler, monkeypatch) ->
     assert torch.equal(found, run())
 
 
-def test_statistics_of_each_draw_are_met(monkeypatch) -> None:
-    net = resnet()
+def test_fused_layers_are_bit_for_bit_those_without(monkeypatch):
+    """Those of a transformer's layer."""
+    parts = {"front": nn.TransformerEncoderLayer(4, 2, 8), "head": nn.Linear(4, 2)}
+    net, x = NetOf(lambda self, x: self.head(self.front(x).mean(1)), **parts), torch.randn(N, 7, 4)
+    bnn = classifier(net, net.head)
+    found = seeded(bnn.predict, x, num_predictions=4, aggregate=False)
+    without(monkeypatch)
+    assert torch.equal(found, seeded(bnn.predict, x, num_predictions=4, aggregate=False))
+
+
+def test_statistics_of_each_draw_are_met(monkeypatch):
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 0.1), hide_module_types=[nn.BatchNorm2d])
-    bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(N), tyxe.guides.AutoNormal)
+    bnn = mean_field(resnet(), tyxe.likelihoods.Categorical(N), prior)
     x = torch.randn(N, 3, 16, 16)
     bnn.update_norm_statistics([x])
     found = seeded(bnn.predict, x, num_predictions=3)
@@ -114,19 +112,9 @@ def test_statistics_of_each_draw_are_met(monkeypatch) -> None:
     assert torch.equal(found, seeded(bnn.predict, x, num_predictions=3))
 
 
-@pytest.mark.parametrize("kind", [Attends, Recurrent])
-def test_fused_layers_are_bit_for_bit_those_without(kind, monkeypatch) -> None:
-    net = kind()
-    bnn, x = classifier(net, net.head), torch.randn(N, 7, 4 if kind is Attends else 3)
-    found = seeded(bnn.predict, x, num_predictions=4, aggregate=False)
-    without(monkeypatch)
-    assert torch.equal(found, seeded(bnn.predict, x, num_predictions=4, aggregate=False))
-
-
-def test_a_fit_trains_the_front_beside_the_sites() -> None:
-    net = Recurrent()
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
-    bnn = tyxe.VariationalBNN(net, last(net.head), likelihood, tyxe.guides.AutoNormal)
+def test_a_fit_trains_the_front_beside_the_sites():
+    net = recurrent()
+    bnn = mean_field(net, gaussian(), last(net.head))
     x, y = torch.randn(N, 7, 3), torch.randn(N, 1)
     before = bnn.net.cell.weight_ih_l0.detach().clone()
     for _ in range(2):
@@ -139,9 +127,10 @@ def test_a_fit_trains_the_front_beside_the_sites() -> None:
             torch.testing.assert_close(centre, bnn.to_module()(x))
 
 
-@pytest.mark.parametrize("kernel", [NUTS(), HMC(num_steps=3)], ids=["NUTS", "HMC"])
-def test_chains_on_a_last_layer_are_those_on_its_features(kernel) -> None:
-    net, x, y = Recurrent(), torch.randn(20, 7, 3), torch.randn(20, 1)
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")  # few samples
+@pytest.mark.parametrize("kernel", [NUTS(max_tree_depth=3), HMC(num_steps=3)], ids=["NUTS", "HMC"])
+def test_chains_on_a_last_layer_are_those_on_its_features(kernel):
+    net, x, y = recurrent(), torch.randn(20, 7, 3), torch.randn(20, 1)
     with torch.no_grad():
         features = net.cell(x)[0][:, -1]
     found = {}
@@ -149,34 +138,10 @@ def test_chains_on_a_last_layer_are_those_on_its_features(kernel) -> None:
         ("net.head", net, net.head, x),
         ("net.0", plain := nn.Sequential(net.head), plain[0], features),
     ):
-        likelihood = tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5)
-        bnn = tyxe.MCMC_BNN(part, last(layer), likelihood, kernel)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", tyxe.TyxeWarning)  # few samples
-            run = seeded(bnn.fit, [(inputs, y)], 10, warmup_steps=10, num_chains=2)
+        bnn = tyxe.MCMC_BNN(part, last(layer), gaussian(20), kernel)
+        run = seeded(bnn.fit, [(inputs, y)], 10, warmup_steps=10, num_chains=2)
         found[name] = run.get_samples()[f"{name}.weight"]
     assert torch.equal(found["net.head"], found["net.0"])
-
-
-def test_potentials_are_bit_for_bit_those_without(monkeypatch) -> None:
-    net, x, y = Recurrent(), torch.randn(20, 7, 3), torch.randn(20, 1)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5)
-    bnn = tyxe.MCMC_BNN(net, last(net.head), likelihood, NUTS()).eval()
-    potential = Potential(bnn, x, y)
-    potential.look(potential.flatten(bnn._in_places())[None])
-    at = potential.flatten(bnn._in_places()).requires_grad_()
-
-    def energies() -> list[Tensor]:
-        with exclusive_unvalidated():
-            every = [potential.at(at) for _ in range(3)]
-        return [one for e in every for one in (e.detach(), torch.autograd.grad(e, at)[0])]
-
-    found = energies()
-    without(monkeypatch)
-    assert all(map(torch.equal, found, energies()))
-
-
-# --------------------------------------------------------------------------- nets of all kinds
 
 
 NETS = {kind.__name__: kind for one in (Net, Residual, Drops) for kind in one.__subclasses__()}
@@ -184,7 +149,7 @@ KEPT = {"Residual", "Recurrent", "Containers", "IgnoresReturn"}
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_passes_are_those_of_the_net_whatever_it_does(name: str, monkeypatch) -> None:
+def test_passes_are_those_of_the_net_whatever_it_does(name, monkeypatch):
     """Where a pass changes what is kept, such as in place, nothing is kept any more."""
     torch.manual_seed(0)
     net, x = NETS[name]().eval(), torch.randn(5, 3)
@@ -202,34 +167,28 @@ def test_passes_are_those_of_the_net_whatever_it_does(name: str, monkeypatch) ->
         assert torch.equal(found[True], found[False])
 
 
-BOX: list[Tensor] = []
+BOX = []
 
 
-class Hands(nn.Module):
-    """Hands a draw to a module without sites, as a hypernet does: by an attribute or a global."""
+def hands(how):
+    """Return a net that hands a draw to a module without sites, by an attribute or a global."""
 
-    class Main(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain, self.made = nn.Parameter(torch.ones(1)), None
+    def main(self, x):
+        return self.gain * (BOX[-1] if self.made is None else self.made) + 0 * x[:, :1]
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.gain * (BOX[-1] if self.made is None else self.made) + 0 * x[:, :1]
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.head, self.main, self.how = nn.Linear(3, 1, bias=False), self.Main(), how
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         made = self.head(x)
-        if self.how == "attribute":
+        if how == "attribute":
             self.main.made = made
         else:
             BOX[:] = [made]
         return self.main(x)
 
+    part = NetOf(main, gain=nn.Parameter(torch.ones(1)), made=None)
+    return NetOf(forward, head=nn.Linear(3, 1, bias=False), main=part)
 
-def test_activations_in_place_are_kept_with_what_they_write_into() -> None:
+
+def test_activations_in_place_are_kept_with_what_they_write_into():
     net = resnet()
     net.layer4[0].conv2 = last_conv = Counted(512, 512, 3, padding=1, bias=False)
     bnn = classifier(net, net.fc).eval()
@@ -241,17 +200,11 @@ def test_activations_in_place_are_kept_with_what_they_write_into() -> None:
     assert bnn.net.layer4[0].conv2.calls == 2  # the second of the whole net
 
 
-def test_what_is_kept_is_run_again_where_the_net_writes_into_it() -> None:
-    class Caps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.cap = nn.Linear(3, 1), nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * self.body(x).clamp_(max=self.cap)
-
+def test_what_is_kept_is_run_again_where_the_net_writes_into_it():
+    parts = {"body": nn.Linear(3, 1), "cap": nn.Parameter(torch.ones(1))}
+    net = NetOf(lambda self, x: 2 * self.body(x).clamp_(max=self.cap), **parts)
     prior = IIDPrior(dist.Normal(0, 1), expose=["cap"])
-    bnn = tyxe.PytorchBNN(Caps(), prior, tyxe.guides.AutoNormal).eval()
+    bnn = tyxe.PytorchBNN(net, prior, tyxe.guides.AutoNormal).eval()
     x = 10 * torch.randn(N, 3)
     passes = NetOnBatch(bnn, x, keeps=True)
     # The second does not show it, since it writes the same over what the first has written.
@@ -262,10 +215,9 @@ def test_what_is_kept_is_run_again_where_the_net_writes_into_it() -> None:
 
 @pytest.mark.parametrize("how", ["attribute", "global"])
 @pytest.mark.parametrize("vectorize", [False, True])
-def test_a_draw_that_is_handed_over_is_met_and_reported(how: str, vectorize: bool) -> None:
-    net, x = Hands(how), torch.randn(N, 3)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
-    bnn = tyxe.VariationalBNN(net, last(net.head), likelihood, tyxe.guides.AutoNormal)
+def test_a_draw_that_is_handed_over_is_met_and_reported(how, vectorize):
+    net, x = hands(how), torch.randn(N, 3)
+    bnn = mean_field(net, gaussian(), last(net.head))
     many = {"num_predictions": 400, "aggregate": False, "vectorize": vectorize}
     found = seeded(bnn.predict, x, **many)
     scale = bnn.net_guide.get_scale("head.weight").detach()
@@ -276,40 +228,35 @@ def test_a_draw_that_is_handed_over_is_met_and_reported(how: str, vectorize: boo
     assert "The whole net runs for each draw" in str(report)
 
 
-class Force(nn.Module):
-    """Returns a derivative of an energy, where each weight acts at places no map shows."""
+def force(values, x):
+    """A derivative of an energy, by hand."""
+    h = torch.tanh(x @ values["a.weight"].mT + values["a.bias"])
+    return -((1 - h * h) * values["b.weight"][0]) @ values["a.weight"]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = self.b(torch.tanh(self.a(x))).sum()
-            return -torch.autograd.grad(energy, x, create_graph=True)[0]
-
-    def by_hand(self, values: dict[str, Tensor], x: Tensor) -> Tensor:
-        h = torch.tanh(x @ values["a.weight"].mT + values["a.bias"])
-        return -((1 - h * h) * values["b.weight"][0]) @ values["a.weight"]
+def force_by_autograd(self, x):
+    """The same, where each weight acts at places that no map shows."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = self.b(torch.tanh(self.a(x))).sum()
+        return -torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
 @pytest.mark.parametrize("name", ["full", "diag", "kron", "mean field"])
-def test_every_linearised_wrapper_sees_a_derivative(name: str) -> None:
+def test_every_linearised_wrapper_sees_a_derivative(name):
     """Its Jacobian is that of the derivative's formula."""
-    torch.manual_seed(0)
-    net, x, prior = Force().double(), torch.randn(N, 3).double(), IIDPrior(dist.Normal(0, 1))
+    parts = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 1, bias=False)}
+    net, x = NetOf(force_by_autograd, **parts).double(), torch.randn(N, 3).double()
     values = {n: p.detach() for n, p in net.named_parameters()}
-    jacobians = torch.func.jacrev(lambda v: net.by_hand(v, x))(values)
+    jacobians = torch.func.jacrev(lambda v: force(v, x))(values)
     rows = torch.cat([each.reshape(N, 3, -1) for each in jacobians.values()], -1)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
     if name == "mean field":
-        bnn: Any = tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoNormal)
+        bnn = mean_field(net, gaussian())
         scales = [bnn.net_guide.get_scale(n).detach().flatten() for n in values]
         covariance = torch.diag(torch.cat(scales).square())
         found = bnn._gaussian_predictives()["glm"](x)[1]
     else:
-        bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=name)
+        bnn = tyxe.LaplaceBNN(net, NORMAL, gaussian(), structure=name)
         with tyxe.poutine.report() as report:
             bnn.fit_curvature([(x, x)])
         assert "are taken for each point" in str(report)
@@ -325,15 +272,14 @@ def test_every_linearised_wrapper_sees_a_derivative(name: str) -> None:
 @pytest.mark.parametrize(
     ("how", "init"), [("attribute", None), ("global", None), ("attribute", "net")]
 )
-def test_a_chain_meets_a_draw_that_is_handed_over(how: str, init: str | None) -> None:
+def test_a_chain_meets_a_draw_that_is_handed_over(how, init):
     """Its posterior is the conjugate one, and not the prior."""
-    torch.manual_seed(0)
-    net, x = Hands(how), torch.randn(30, 3)
+    net, x = hands(how), torch.randn(30, 3)
     y = x @ torch.tensor([[1.5], [-0.7], [0.2]]) + 0.5 * torch.randn(30, 1)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(30, scale=0.5)
-    bnn = tyxe.MCMC_BNN(net, last(net.head), likelihood, NUTS())
-    options = {"warmup_steps": 200, "num_chains": 2, "progress": False, "init": init}
-    run = seeded(bnn.fit, [(x, y)], 200, **options)
+    # A quarter of the period of standard deviations of about 0.1.
+    kernel = HMC(step_size=0.03, num_steps=5, adapt_step_size=False, adapt_mass_matrix=False)
+    bnn = tyxe.MCMC_BNN(net, last(net.head), gaussian(30), kernel)
+    run = seeded(bnn.fit, [(x, y)], 100, warmup_steps=30, num_chains=2, init=init)
     covariance = torch.linalg.inv(torch.eye(3) + x.T @ x / 0.25)
     mean = (covariance @ x.T @ y / 0.25).flatten()
     drawn = run.get_samples()["net.head.weight"].flatten(1)
@@ -341,7 +287,7 @@ def test_a_chain_meets_a_draw_that_is_handed_over(how: str, init: str | None) ->
     assert (drawn.std(0) < 1.5 * covariance.diagonal().sqrt()).all()
 
 
-def test_hooks_and_modes_inside_of_what_is_kept_are_heeded(monkeypatch) -> None:
+def test_hooks_and_modes_inside_of_what_is_kept_are_heeded(monkeypatch):
     net, x, seen = Residual(), torch.randn(N, 3), []
     first, last_layer = front_nets.Counted(3, 3), front_nets.Counted(3, 4)
     net.front = nn.Sequential(first, last_layer)
@@ -356,13 +302,9 @@ def test_hooks_and_modes_inside_of_what_is_kept_are_heeded(monkeypatch) -> None:
     assert torch.equal(found, seeded(bnn.predict, x, num_predictions=4, aggregate=False))
 
 
-def test_a_net_that_has_changed_is_compared_again(monkeypatch) -> None:
+def test_a_net_that_has_changed_is_compared_again(monkeypatch):
     net, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), torch.randn(N, 3)
-    bnn = tyxe.VariationalBNN(
-        net, last(net[1]), tyxe.likelihoods.HomoskedasticGaussian(N, 0.5), tyxe.guides.AutoNormal
-    )
-    compared = []
-    plain = NetOnBatch._compared
+    bnn, compared, plain = mean_field(net, gaussian(), last(net[1])), [], NetOnBatch._compared
     monkeypatch.setattr(
         NetOnBatch, "_compared", lambda self, *args: compared.append(1) or plain(self, *args)
     )
@@ -374,28 +316,18 @@ def test_a_net_that_has_changed_is_compared_again(monkeypatch) -> None:
     assert compared == [1, 1]
 
 
-def test_draws_that_are_one_are_no_comparison() -> None:
-    net, x = Residual(), torch.randn(N, 3)
-    point = pyro.infer.autoguide.AutoDelta
+def test_draws_that_are_one_are_no_comparison():
+    net, point = Residual(), pyro.infer.autoguide.AutoDelta
     bnn = tyxe.VariationalBNN(net, last(net.head), tyxe.likelihoods.Categorical(N), point)
-    bnn.predict(x, num_predictions=3)
+    bnn.predict(torch.randn(N, 3), num_predictions=3)
     assert not bnn._runtime.compared
 
 
-class Dense(nn.Module):
-    """Returns classes of each pixel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x).movedim(1, -1)
-
-
-def test_a_linearised_prediction_of_many_outputs_tells_what_it_takes(monkeypatch) -> None:
-    prior, x = tyxe.priors.IIDPrior(dist.Normal(0, 1)), torch.randn(2, 1, 10, 10)
-    bnn = tyxe.LaplaceBNN(Dense(), prior, tyxe.likelihoods.Categorical(2))
+def test_a_linearised_prediction_of_many_outputs_tells_what_it_takes(monkeypatch):
+    """Of a net that returns classes of each pixel."""
+    conv, x = nn.Conv2d(1, 3, 3, padding=1), torch.randn(2, 1, 10, 10)
+    net = NetOf(lambda self, x: self.conv(x).movedim(1, -1), conv=conv)
+    bnn = tyxe.LaplaceBNN(net, NORMAL, tyxe.likelihoods.Categorical(2))
     bnn.fit_curvature([(x, torch.randint(3, (2, 10, 10)))])
     expected = seeded(bnn.predict, x, num_predictions=4)
     monkeypatch.setattr(laplace_posterior, "SLOW", 0.0)
