@@ -1,19 +1,14 @@
 """Devices that are not there, are left in a fit, or run out of memory."""
 
-from functools import partial
-
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.rejections import ADAM, LIKELIHOOD, PRIOR, X, Y, make, rejects
 
-ADAM = partial(torch.optim.Adam, lr=1e-2)
-X, Y = torch.randn(8, 2), torch.randn(8, 1)
-BATCHES = [(X[:4], Y[:4]), (X[4:], Y[4:])]
 FIXED = tyxe.samplers.HMC(adapt_step_size=False, adapt_mass_matrix=False)
-PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+BATCHES = [(X[:4], Y[:4]), (X[4:], Y[4:])]
 
 
 class Hungry(nn.Linear):
@@ -28,79 +23,64 @@ class Hungry(nn.Linear):
         return super().forward(x)
 
 
-def variational(net):
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(8, scale=0.5)
-    return tyxe.VariationalBNN(net, PRIOR, likelihood, tyxe.guides.AutoNormal)
-
-
 def laplace(net):
-    return tyxe.LaplaceBNN(net, PRIOR, tyxe.likelihoods.HomoskedasticGaussian(8, scale=0.5))
-
-
-def values(bnn):
-    return [p.detach().clone() for p in bnn.parameters()]
-
-
-def test_a_fit_without_memory_is_as_before_the_step():
-    bnn = variational(Hungry(2, 1))
-    bnn.fit(BATCHES, ADAM, 1)
-    before = values(bnn)
-    bnn.net.left = 0
-    with pytest.raises(torch.OutOfMemoryError, match=r"accumulate_steps.*2\.00 GiB"):
-        bnn.fit(BATCHES, ADAM, 1)
-    assert all(map(torch.equal, values(bnn), before))
-
-
-def test_predictions_without_memory_say_batch_size():
-    bnn = variational(Hungry(2, 1))
-    bnn.predict(X)
-    bnn.net.left = 0
-    with pytest.raises(torch.OutOfMemoryError, match="smaller batch_size, or vectorize=False"):
-        bnn.predict(X)
-
-
-def test_a_curvature_without_memory_says_smaller_batches():
-    bnn = laplace(Hungry(2, 1))
+    bnn = tyxe.LaplaceBNN(net, PRIOR, LIKELIHOOD)
     bnn.fit_curvature(BATCHES)
-    state = bnn.state
-    bnn.net.left = 0
-    with pytest.raises(torch.OutOfMemoryError, match="smaller batches"):
-        bnn.fit_curvature(BATCHES)
-    assert bnn.state is state
-    with pytest.raises(torch.OutOfMemoryError, match="pass fewer points"):
-        bnn.functional_variance(X)
+    return bnn
 
 
-def test_chains_and_members_without_memory_say_what_helps():
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(8, scale=0.5)
-    chains = tyxe.MCMC_BNN(Hungry(2, 1), PRIOR, likelihood, FIXED)
-    chains.net.left = 0
-    with pytest.raises(torch.OutOfMemoryError, match="chains: take fewer"):
-        chains.fit(BATCHES, 1, warmup_steps=0)
-    ensemble = tyxe.EnsembleBNN(lambda _: variational(Hungry(2, 1)), 2)
-    for member in ensemble.members:
-        member.net.left = 0
-    with pytest.raises(torch.OutOfMemoryError, match=r"at once.*leave vectorize out"):
-        ensemble.fit(BATCHES, ADAM, 1, vectorize=True)
+def chains(net):
+    return tyxe.MCMC_BNN(net, PRIOR, LIKELIHOOD, FIXED)
 
 
-@pytest.mark.parametrize("make", [variational, laplace])
-def test_a_device_that_is_not_there(make):
+def members(net):
+    return tyxe.EnsembleBNN(lambda _: make(Hungry(2, 1)), 2)
+
+
+CALLS = {
+    "fit": (make, lambda bnn: bnn.fit(BATCHES, ADAM, 1), r"accumulate_steps.*2\.00 GiB"),
+    "predict": (make, lambda bnn: bnn.predict(X), "smaller batch_size, or vectorize=False"),
+    "curvature": (laplace, lambda bnn: bnn.fit_curvature(BATCHES), "smaller batches"),
+    "variance": (laplace, lambda bnn: bnn.functional_variance(X), "pass fewer points"),
+    "chains": (chains, lambda bnn: bnn.fit(BATCHES, 1, warmup_steps=0), "chains: take fewer"),
+    "members": (
+        members,
+        lambda bnn: bnn.fit(BATCHES, ADAM, 1, vectorize=True),
+        r"at once.*leave vectorize out",
+    ),
+}
+
+
+def tensors(bnn):
+    state = bnn.state_dict().items()
+    return {name: value.clone() for name, value in state if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_without_memory_says_what_takes_less(case):
+    make_one, call, message = CALLS[case]
+    bnn = make_one(Hungry(2, 1))
+    call(bnn)
+    before = tensors(bnn)
+    for net in bnn.modules():
+        net.left = 0
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        call(bnn)
+    torch.testing.assert_close(tensors(bnn), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [make, laplace])
+@pytest.mark.parametrize(
+    ("device", "error"),
+    [("cuda:77", (AssertionError, RuntimeError)), (3.5, TypeError)],  # PyTorch's, of its build
+)
+def test_a_device_that_is_not_there(make, device, error):
     bnn = make(nn.Linear(2, 1))
-    before = values(bnn)
-    for device, error in (("cuda:77", (AssertionError, RuntimeError)), (3.5, TypeError)):
-        with pytest.raises(error):  # PyTorch's, of its build and of the machine
-            bnn.fit(BATCHES, ADAM, 1, device=device)
-    assert all(map(torch.equal, values(bnn), before))
+    rejects(bnn, error, None, lambda: bnn.fit(BATCHES, ADAM, 1, device=device))
 
 
-class Moved(tyxe.Callback):
-    def on_batch(self, bnn, *_):
-        bnn.to("meta")
-
-
-@pytest.mark.parametrize("callback", [Moved(), lambda bnn, epoch, loss: bnn.to("meta") and None])
-def test_a_bnn_that_is_moved_during_a_fit(callback):
-    bnn = variational(nn.Linear(2, 1))
+def test_a_bnn_that_is_moved_during_a_fit():
+    bnn = make(nn.Linear(2, 1))
     with pytest.raises(RuntimeError, match="was on cpu when the fit began, and is on meta"):
-        bnn.fit(BATCHES, ADAM, 2, callback)
+        bnn.fit(BATCHES, ADAM, 2, lambda bnn, epoch, loss: bnn.to("meta") and None)
