@@ -36,8 +36,6 @@ def test_curvature_before_use(call):
 
 
 POSITIVE = "expected a number above 0"
-
-
 SETTINGS = [
     ({"structure": "kfac"}, r"structure is 'kfac'; expected one of 'full', 'diag', 'kron'"),
     ({"structure": "kron", "curvature": "hessian"}, "'hessian'; expected one of 'ggn'"),
