@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 import tyxe
 from tyxe.guides import AutoNormal
@@ -169,6 +170,24 @@ def test_another_handler_makes_a_new_one(before: Any, after: Any, traced: list[A
     fit(bnn, before())
     assert len(traced) == 1
     fit(bnn, after())
+    assert len(traced) == 2
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        module_hooks.register_module_forward_hook,
+        module_hooks.register_module_forward_pre_hook,
+    ],
+)
+def test_a_hook_of_all_modules_makes_a_new_one(register: Any, traced: list[Any]) -> None:
+    bnn = make()
+    fit(bnn)
+    hook = register(lambda *_: None)
+    try:
+        fit(bnn)
+    finally:
+        hook.remove()
     assert len(traced) == 2
 
 
