@@ -80,7 +80,3 @@ def layered():
 def value_and_gradient(potential, point):
     value = potential(point)
     return value.detach(), torch.autograd.grad(value, list(point.values()))
-
-
-def fitted_chain(kernel, num_samples=6, **options):
-    return make(kernel).fit([data()], num_samples, warmup_steps=4, disable_progbar=True, **options)
