@@ -165,6 +165,33 @@ def test_a_fit_is_that_of_one_run(how: str):
     assert_same(*found, 1e-3, 1e-4)
 
 
+class Field(nn.Linear):
+    def forward(self, t, x):
+        return super().forward(x).tanh()
+
+
+class Solved(nn.Module):
+    """A solver of torchdiffeq and a head."""
+
+    def __init__(self, solve):
+        super().__init__()
+        torch.manual_seed(0)
+        self.field, self.head, self.solve = Field(3, 3), nn.Linear(3, 3), solve
+
+    def forward(self, x):
+        x, times = x.double(), torch.tensor([0.0, 1.0]).double()
+        return self.head(self.solve(self.field, x, times, rtol=1e-9, atol=1e-9)[-1])
+
+
+@pytest.mark.parametrize("run", [elbo, squares, guided_forward])
+def test_torchdiffeqs_adjoint_has_the_gradients_of_its_solver(run: Callable[[Any], object]):
+    torchdiffeq = pytest.importorskip("torchdiffeq", reason="torchdiffeq is not installed")
+    solvers = torchdiffeq.odeint, torchdiffeq.odeint_adjoint
+    expected, found = (gradients(of_net(Solved(solve).double()), run) for solve in solvers)
+    assert all(gradient.abs().max() > 0 for gradient in expected)
+    assert_same(found, expected, 1e-6, 1e-8)
+
+
 def test_a_checkpoint_around_the_bnn_draws_the_same_again():
     def checkpointed(bnn: Any) -> None:
         (checkpoint(bnn, X, use_reentrant=False) - Y).square().sum().backward()
