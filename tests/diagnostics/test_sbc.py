@@ -10,6 +10,7 @@ from scipy import stats
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL
 from tyxe import files
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.curvature.output_covariance import covariance_through
@@ -18,7 +19,6 @@ from tyxe.linalg import Dense
 
 N, NOISE = 8, 0.5
 X = torch.linspace(-1, 1, N, dtype=torch.float64)[:, None]
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
 
 
 def precision_and_mode(x, y):
@@ -106,32 +106,6 @@ def test_a_variance_that_is_off_by_two_is_found(factor):
     p_values = found.p_values()
     assert min(p_values.values()) < 1e-3
     assert p_values["log likelihood"] < 0.01
-
-
-def test_laplace_of_a_linear_net_is_exact_and_mean_field_is_not():
-    """Each of two correlated weights, at a point where their errors add up."""
-    x = torch.linspace(1, 2, N)[:, None]
-
-    def laplace(structure, net=None):
-        likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=NOISE)
-        return tyxe.LaplaceBNN(net or nn.Linear(1, 1), NORMAL, likelihood, structure=structure)
-
-    def fit(bnn, data):
-        ((x, y),) = data
-        _, mode = precision_and_mode(x, y)
-        net = nn.Linear(1, 1)
-        with torch.no_grad():
-            net.weight.fill_(mode[0])
-            net.bias.fill_(mode[1])
-        fitted = laplace(bnn.net_guide.structure, net)
-        fitted.fit_curvature(data)
-        return fitted
-
-    at_zero = {"bias": lambda f, y: f[0, 0] - (f[-1, 0] - f[0, 0])}  # extrapolated from 1 and 2
-    right = sbc(partial(laplace, "full"), fit, x, at_zero, 100, num_draws=29, progress=False)
-    assert min(right.p_values().values()) > 0.02
-    wrong = sbc(partial(laplace, "diag"), fit, x, at_zero, 100, num_draws=29, progress=False)
-    assert min(wrong.p_values().values()) < 0.01
 
 
 # --- its own law --------------------------------------------------------------------------------

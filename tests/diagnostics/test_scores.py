@@ -2,18 +2,16 @@
 
 import functools
 
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 import tyxe
-from tests.oracles.bnns import mean_field
-from tests.oracles.nets import KindAndSize, kind_and_size
+from tests.oracles.bnns import NORMAL, mean_field
+from tests.oracles.nets import KindAndSize, NetOf, kind_and_size
 from tyxe import likelihoods, metrics
 from tyxe.diagnostics import scores
 
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 
 
@@ -27,19 +25,11 @@ def halves(*parts):
     return list(zip(*(part.split(20) for part in parts), strict=True))
 
 
-class TwoInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, a, b):
-        return self.linear(a + b)
-
-
 def test_of_a_net_with_two_arguments():
     """Their pair is no pair of inputs and targets."""
     y = torch.arange(40) % 3
-    model = bnn(likelihoods.Categorical(40), 3, TwoInputs())
+    net = NetOf(lambda net, a, b: net.linear(a + b), linear=nn.Linear(3, 3))
+    model = bnn(likelihoods.Categorical(40), 3, net)
     found = scores(model, [((X[:20], X[:20]), y[:20]), ((X[20:], X[20:]), y[20:])], 4)
     assert found["Brier score"] > 0
 
