@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributions as td
 import torch.nn as nn
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
@@ -169,6 +169,7 @@ def test_relaxed_draws_have_a_gradient_and_the_kl_of_the_two_values():
     scale=st.sampled_from([1.0, 0.2, 3.0]),
     dtype=st.sampled_from([torch.float16, torch.float32, torch.float64]),
 )
+@settings(max_examples=40)
 def test_packing_is_exact_to_the_bit(count, shape, scale, dtype):
     values = SignedBernoulli(torch.randn(shape).to(dtype), scale).sample((count,))
     packed = PackedSigns.of(values, scale)
@@ -176,8 +177,6 @@ def test_packing_is_exact_to_the_bit(count, shape, scale, dtype):
     assert unpacked.dtype == dtype
     assert torch.equal(unpacked, values)
     assert packed.num_bytes == packed.bits.nbytes == count * math.ceil(math.prod(shape) / 8)
-    again = pickle.loads(pickle.dumps(packed))
-    assert torch.equal(again[count - 1], values[-1])
 
 
 # --- the KL -------------------------------------------------------------------------------------
