@@ -1,14 +1,18 @@
 """Normals over several sites at once: densities, KLs and traces."""
 
+import itertools
+
 import pyro.distributions as dist
 import pytest
 import torch
 import torch.distributions as td
 
 from tests.contracts.joints import JOINTS, check_joint
+from tests.contracts.operators import OPERATORS
 from tests.oracles.joints import EXACT
 from tyxe.distributions import Gaussian, IndependentSites, ParamBlocks
 from tyxe.linalg import Diagonal
+from tyxe.linalg.functions import trace_of_solve
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -54,6 +58,17 @@ def test_the_kl_to_a_penalty_differs_by_its_constant_only():
     )
     for one in others:
         torch.testing.assert_close(one, first, **EXACT)
+
+
+SAME_SIZE = ["LowRank", "Inverse of LowRank", "Sum of structures"]
+PAIRS = [*itertools.product(SAME_SIZE, SAME_SIZE), *((n, n) for n in OPERATORS)]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_traces_of_operators(first, second):
+    a, b = OPERATORS[first](), OPERATORS[second]()
+    expected = torch.trace(torch.linalg.solve(b.to_dense(), a.to_dense()))
+    torch.testing.assert_close(trace_of_solve(a, b), expected, **EXACT)
 
 
 def test_sizes_of_a_joint_normal_have_to_fit():
