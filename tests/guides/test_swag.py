@@ -60,18 +60,6 @@ def test_variances_far_from_zero_in_float32():
     torch.testing.assert_close(q.variance, expected, rtol=1e-3, atol=0)
 
 
-def test_draws_have_the_covariance():
-    weights = trail()
-    guide, count = built(weights=weights), 10_000
-    assert guide.blocks.flatten(guide()).shape == (8,)
-    draws, expected = joint(guide).rsample((count,)), covariance(weights)
-    # Standard errors of an element: sqrt((v_i v_j + c_ij^2) / n).
-    scales = expected.diagonal()
-    error = ((scales[:, None] * scales + expected.square()) / count).sqrt()
-    assert bool(((draws.T.cov() - expected).abs() < 5 * error).all())
-    assert bool(((draws.mean(0) - weights.mean(0)).abs() < 5 * (scales / count).sqrt()).all())
-
-
 def test_a_weight_that_does_not_move_has_a_variance():
     weights = trail()
     weights[:, 2] = 1.5

@@ -174,7 +174,7 @@ def test_fpr_at_tpr_is_that_of_the_roc_curve(tpr):
 # --- weights ------------------------------------------------------------------------------------
 
 
-# By the points' dimension of what a metric takes.
+# Metrics of classes; those of numbers, each with what it takes of draws, scales and targets.
 OF_CLASSES = [
     metrics.nll,
     metrics.accuracy,

@@ -36,12 +36,13 @@ exactly = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 gaussian = functools.partial(make, "HomoskedasticGaussian", dataset_size=12)
 SOME = MASKS["some"]
 
-STEPS = [(name, mask, {}) for name in LIKELIHOODS for mask in MASKS]
-
 OPTIONS = [
     {"num_particles": n, "closed_form_kl": c, "beta": 0.3} for n in (1, 3) for c in (True, False)
 ]
-STEPS += [("HomoskedasticGaussian", "some", options) for options in OPTIONS]
+STEPS = [
+    *((name, mask, {}) for name in LIKELIHOODS for mask in MASKS),
+    *(("HomoskedasticGaussian", "some", options) for options in OPTIONS),
+]
 
 
 @pytest.mark.parametrize(("name", "mask", "options"), STEPS)
