@@ -90,6 +90,8 @@ def test_a_program_is_given_all_tensors(traced: list[Any]) -> None:
     for one, compiles in ((bnn, True), (plain, False)):
         with torch.no_grad():
             one.net.offset.add_(1.0)
+            for number in one.net_prior.buffers():
+                number.add_(0.5)
             next(one.net_guide.parameters()).mul_(2.0)
         torch.manual_seed(1)
         found.append(one.fit([(X, Y)] * 3, SGD, 1, compile=compiles).loss)

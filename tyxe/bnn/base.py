@@ -306,7 +306,6 @@ class BNN(Saved, nn.Module):
             self._follow_prior(priors)
             self.net_prior.restore(priors.snapshot())
             self.prior = prior
-            self._runtime.prior_version += 1
 
     @abstractmethod
     def _follow_prior(self, priors: SitePriors) -> None:

@@ -22,7 +22,7 @@ from tyxe.util import Inputs, kind_of_batch
 def compiled_steps(objective: Objective, autocast: torch.dtype | None) -> CompiledSteps:
     """Return the compiled steps of a BNN: those of its last fit, where nothing has changed."""
     runtime = objective.bnn._runtime
-    given = fingerprint(objective, handlers(), autocast, modes_of(objective.bnn))
+    given = fingerprint(objective, handlers(), autocast)
     if runtime.steps is None or runtime.steps.fingerprint != given:
         runtime.steps = CompiledSteps(given, next(objective.parameters()).device)
     found: CompiledSteps = runtime.steps

@@ -49,12 +49,7 @@ class _Same:
         return id(self.one)
 
 
-def fingerprint(
-    objective: Any,
-    handlers: Iterable[Messenger],
-    autocast: torch.dtype | None,
-    modes: Mapping[nn.Module, bool] | None,
-) -> Any:
+def fingerprint(objective: Any, handlers: Iterable[Messenger], autocast: torch.dtype | None) -> Any:
     """Return what a program of an objective depends on besides the tensors that it is given.
 
     These are parameters and buffers, of which it has shapes, types and where two are one. Of other
@@ -62,14 +57,10 @@ def fingerprint(
     """
     given = {id(t) for t in (*objective.parameters(), *objective.buffers())}
     described = _Description(given)
-    own = [(part, modes[part]) for part in objective.modules() if modes and part in modes]
     return (
-        objective.bnn._runtime.prior_version,
-        [tensor._version for tensor in objective.bnn.net_prior.buffers()],
         described(objective),
         [described(configuration(handler)) for handler in handlers],
         autocast,
-        [(described(part), mode) for part, mode in own],
         described(dict(global_hooks._global_forward_hooks)),
         described(dict(global_hooks._global_forward_pre_hooks)),
     )

@@ -43,8 +43,6 @@ class Runtime:
     linearized: Linearized = field(default_factory=Linearized)
     # Whether a fit has looked at the scale of inputs.
     has_met_inputs: bool = False
-    # How often the prior has been replaced.
-    prior_version: int = 0
     # The compiled steps of the last fit.
     steps: Any = None
 
