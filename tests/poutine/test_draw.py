@@ -298,6 +298,12 @@ def test_draws_have_the_law_of_the_posterior():
         assert bool((mean.mean(0).abs() < 6 * error / len(mean) ** 0.5).all())
 
 
+def test_a_deviation_and_a_value_are_of_one_draw():
+    draw, loc, _ = make_draw()
+    deviation = draw.deviation()
+    torch.testing.assert_close(draw.value(), loc + deviation)
+
+
 def test_moments_only_where_elements_are_independent():
     value = torch.ones(2)
     draw = Draw("w", None, value)  # of a posterior that couples sites
