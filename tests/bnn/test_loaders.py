@@ -5,13 +5,13 @@ import multiprocessing
 import queue
 import threading
 
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import tyxe
+from tests.oracles.bnns import ADAM, HIDE_NORMS, mean_field, mlp, two_layers
 from tyxe.data import Unpacked
 from tyxe.threads import exclusive
 
@@ -22,8 +22,6 @@ X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
 W = torch.arange(N) % 3 + 0.5
 WEIGHED = W / W.mean()
-ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
 
 
 class Loader:
@@ -62,29 +60,28 @@ class Loader:
 
 def net(*layers):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), *(layers or [nn.Tanh()]), nn.Linear(4, 2))
+    return two_layers(3, 4, 2, *layers)
 
 
 LIKELIHOOD = tyxe.likelihoods.Categorical(N)
 
 
 def variational(*layers):
-    return tyxe.VariationalBNN(net(*layers), NORMAL, LIKELIHOOD, tyxe.guides.AutoNormal)
+    return mean_field(net(*layers), LIKELIHOOD, HIDE_NORMS)
 
 
 def laplace():
-    return tyxe.LaplaceBNN(net(), NORMAL, LIKELIHOOD)
+    return tyxe.LaplaceBNN(net(), HIDE_NORMS, LIKELIHOOD)
 
 
 def mcmc(kernel):
-    return tyxe.MCMC_BNN(net(), NORMAL, LIKELIHOOD, kernel)
+    return tyxe.MCMC_BNN(net(), HIDE_NORMS, LIKELIHOOD, kernel)
 
 
-def ensemble(index=None):
+def ensemble():
     def make(index):
         torch.manual_seed(index)
-        own = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        return tyxe.VariationalBNN(own, NORMAL, LIKELIHOOD, tyxe.guides.AutoNormal)
+        return mean_field(mlp(3, 4, 2), LIKELIHOOD)
 
     return tyxe.EnsembleBNN(make, 3)
 
@@ -131,7 +128,7 @@ USES = {
     ),
     "members": lambda loader: fitted(ensemble(), loader, ADAM, 2),
     "SWAG": lambda loader: fitted(
-        tyxe.SWAG_BNN(net(nn.BatchNorm1d(4)), NORMAL, LIKELIHOOD, rank=2), loader, SGD, 8
+        tyxe.SWAG_BNN(net(nn.BatchNorm1d(4)), HIDE_NORMS, LIKELIHOOD, rank=2), loader, SGD, 8
     ),
     "Laplace": lambda loader: fitted(laplace(), loader, ADAM, 2),
     "SGHMC": lambda loader: fitted(mcmc(SGHMC), loader, 4, warmup_steps=2),
@@ -156,7 +153,7 @@ USES = {
     "calibration": lambda loader: (
         tyxe.calibration.SplitConformal(level=0.8).wrap(variational(), loader).predict(X)
     ),
-    "PytorchBNN": lambda loader: tyxe.PytorchBNN(net(), NORMAL, tyxe.guides.AutoNormal).predict(
+    "PytorchBNN": lambda loader: tyxe.PytorchBNN(net(), HIDE_NORMS, tyxe.guides.AutoNormal).predict(
         ((x,) for x, *_ in loader)
     ),
 }
@@ -253,7 +250,7 @@ def test_a_loader_may_have_no_length(use, kind):
 @pytest.mark.parametrize("class_weights", [None, torch.tensor([1.0, 2.0])])
 def test_a_generator_may_be_gone_through_once(class_weights, unpack, progress):
     likelihood = tyxe.likelihoods.Categorical(N, class_weights=class_weights)
-    bnn = tyxe.VariationalBNN(net(), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    bnn = mean_field(net(), likelihood)
     once = (batch for batch in zip(X.split(SIZE), Y.split(SIZE), strict=True))
     assert len(bnn.fit(once, ADAM, 1, unpack=unpack, progress=progress).loss) == 1
 

@@ -10,22 +10,17 @@ from pyro.infer.mcmc import HMC
 from torch import nn
 
 import tyxe
-from tests.oracles.chains import KERNELS, NOISE, N, assert_moments, data, fitted, make
+from tests.oracles.bnns import HIDE_NORMS, two_layers
+from tests.oracles.chains import KERNELS, NOISE, N, assert_samples, data, fitted, make, posterior
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_moments_are_those_of_the_exact_posterior(kernel):
     x, y = data()
-    design = torch.cat([x, torch.ones(N, 1).double()], 1)
-    precision = design.T @ design / NOISE**2 + torch.eye(2).double() / 1.5**2
-    mean = torch.linalg.solve(precision, design.T @ y / NOISE**2).squeeze(-1)
     bnn = make(KERNELS[kernel])
     mcmc = bnn.fit([(x[:7], y[:7]), (x[7:], y[7:])], 500, warmup_steps=50, disable_progbar=True)
-    samples = mcmc.get_samples()
-    assert samples.keys() == {"net.weight", "net.bias"}
-    stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
-    assert_moments(stacked, mean, torch.linalg.inv(precision))
+    assert_samples(mcmc.get_samples(), *posterior())
 
 
 def test_predictions_are_the_net_at_samples_spread_evenly():
@@ -50,14 +45,13 @@ def test_predictions_are_the_net_at_samples_spread_evenly():
 
 
 def test_mean_and_exported_nets():
-    bnn, (x, _) = fitted(40), data()
-    samples = bnn.get_samples()
-    exported = bnn.to_module()
+    bnn = fitted(10)
+    first = bnn.get_samples()["net.weight"]
+    bnn.fit(data(), 6, batch_data=True, warmup_steps=2, disable_progbar=True)  # replaces them
+    samples, exported = bnn.get_samples(), bnn.to_module()
+    assert (len(first), len(samples["net.weight"])) == (10, 6)
     assert type(exported) is nn.Linear
     torch.testing.assert_close(exported.weight.detach(), samples["net.weight"].mean(0))
-    torch.testing.assert_close(
-        bnn.predict(x, num_predictions=0, aggregate=False)[0], exported(x).detach()
-    )
     drawn = bnn.to_module(sample=True).weight.detach()
     assert (samples["net.weight"] == drawn).flatten(1).all(1).any()
 
@@ -81,30 +75,26 @@ def test_several_chains(context):
     mcmc = bnn.fit(
         [data()], 25, warmup_steps=5, num_chains=2, mp_context=context, disable_progbar=True
     )
-    assert mcmc.get_samples()["net.weight"].shape == (50, 1, 1)
-    assert bnn.get_samples()["net.weight"].shape == (50, 1, 1)
+    for found in (mcmc, bnn):
+        assert found.get_samples()["net.weight"].shape == (50, 1, 1)
     assert bnn.samples["net.weight"].shape == (2, 25, 1, 1)
     first, second = bnn.samples["net.weight"]
     assert not torch.equal(first, second)
     # A thinned subset takes from both.
     middle = bnn.predict(torch.zeros(1, 1).double(), num_predictions=2, aggregate=False)
     biases = bnn.samples["net.bias"]
-    torch.testing.assert_close(
-        middle.flatten(), torch.stack([biases[0, 12], biases[1, 12]]).flatten()
-    )
+    torch.testing.assert_close(middle.flatten(), biases[:, 12].flatten())
 
 
 def test_chains_stay_apart_for_arviz():
     arviz = pytest.importorskip("arviz", reason="needs the extra `mcmc`")
     kernel = functools.partial(HMC, step_size=0.1, num_steps=8, adapt_step_size=False)
     bnn = make(kernel, HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)))
-    # Two chains as fit stores them, without the processes of a parallel run.
-    chains = []
-    for seed in (1, 2):
-        pyro.set_rng_seed(seed)
-        bnn.fit([data()], 100, warmup_steps=30, disable_progbar=True)
-        chains.append({name: value[0].clone() for name, value in bnn.samples.items()})
-    bnn.samples.replace({name: torch.stack([c[name] for c in chains]) for name in chains[0]})
+    # Halves of one as two chains are stored, without the processes of a parallel run.
+    bnn.fit([data()], 200, warmup_steps=30, disable_progbar=True)
+    bnn.samples.replace(
+        {name: value[0].unflatten(0, (2, 100)) for name, value in bnn.samples.items()}
+    )
     inference = bnn.to_arviz()
     assert dict(inference.posterior.sizes)["chain"] == 2
     assert dict(inference.posterior.sizes)["draw"] == 100
@@ -123,10 +113,9 @@ def test_chains_stay_apart_for_arviz():
 
 
 def test_hidden_parameters_stay_and_batchnorm_is_out_of_it():
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3))
+    net = two_layers(2, 3, 3, nn.BatchNorm1d(3), nn.Tanh())
     kernel = functools.partial(HMC, step_size=0.02, num_steps=2)
-    bnn = tyxe.MCMC_BNN(net, prior, Categorical(N), kernel)
+    bnn = tyxe.MCMC_BNN(net, HIDE_NORMS, Categorical(N), kernel)
     before = {name: value.clone() for name, value in bnn.net.state_dict().items()}
     x, y = torch.randn(N, 2), torch.arange(N) % 3
     with pytest.warns(tyxe.TyxeWarning, match=r"MCMC does not fit 1.weight, 1.bias"):
@@ -156,14 +145,6 @@ def test_a_hierarchical_prior_is_sampled_with_its_hyperparameters():
     assert bnn.predict(data()[0], num_predictions=3, aggregate=False).shape == (3, N, 1)
 
 
-def test_a_second_fit_replaces_the_samples():
-    bnn = fitted(10)
-    first = bnn.get_samples()["net.weight"]
-    bnn.fit([data()], 6, warmup_steps=2, disable_progbar=True)
-    assert len(first) == 10
-    assert len(bnn.get_samples()["net.weight"]) == 6
-
-
 def test_an_interrupted_fit_keeps_the_old_samples_and_modes():
     bnn = fitted(5)
     before = bnn.get_samples()["net.weight"].clone()
@@ -176,12 +157,6 @@ def test_an_interrupted_fit_keeps_the_old_samples_and_modes():
     assert torch.equal(bnn.get_samples()["net.weight"], before)
     assert all(module.training for module in bnn.modules())
     assert all(isinstance(p, nn.Parameter) for p in bnn.net._parameters.values())
-
-
-def test_one_batch_instead_of_a_loader():
-    bnn, (x, y) = make(), data()
-    bnn.fit((x, y), 3, batch_data=True, warmup_steps=1, disable_progbar=True)
-    assert len(bnn.get_samples()["net.weight"]) == 3
 
 
 def test_forward_draws_from_the_samples():

@@ -1,8 +1,6 @@
 """Two local processes, each with half of every batch, make the step that one makes on all of it."""
 
 import functools
-import os
-import time
 import warnings
 from contextlib import nullcontext
 
@@ -16,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import tyxe
-from tests.oracles import processes
-from tyxe.bnn.elbo import elbo_terms
+from tests.oracles import bnns, processes
+from tests.oracles.bnns import NORMAL as PRIOR
+from tests.oracles.bnns import NOTHING
+from tests.oracles.fits import trainable as parameters
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 from tyxe.poutine import flipout, local_reparameterization, variational_laplace
@@ -28,9 +28,7 @@ X = torch.randn(N, 3, generator=SEED, dtype=torch.float64)
 CLASSES = torch.randint(3, (N,), generator=SEED)
 VALUES = torch.randn(N, 1, generator=SEED, dtype=torch.float64)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
-PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
 STUDENT = tyxe.priors.IIDPrior(dist.StudentT(3.0))  # no closed form: the KL is sampled
-ML = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_all=True)
 HEAD = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), expose=["2.*"])
 FEW = tyxe.priors.SubnetworkPrior(PRIOR, 9, "last")
 NORMAL = functools.partial(AutoNormal, init_scale=0.3)
@@ -40,7 +38,7 @@ NOISE = functools.partial(HomoskedasticGaussian, scale=dist.LogNormal(0 * UNIT, 
 
 
 def mlp(outputs, *middle):
-    return nn.Sequential(nn.Linear(3, 4), *(middle or [nn.Tanh()]), nn.Linear(4, outputs)).double()
+    return bnns.two_layers(3, 4, outputs, *middle).double()
 
 
 def make(prior=PRIOR, guide=NORMAL, likelihood=Categorical, noise=None, middle=()):
@@ -49,11 +47,14 @@ def make(prior=PRIOR, guide=NORMAL, likelihood=Categorical, noise=None, middle=(
     return tyxe.VariationalBNN(net, prior, likelihood(N), guide, noise)
 
 
-def batches(targets, rank=None):
-    """What a process sees: all of each batch, or every second row of it."""
-    rows = slice(None) if rank is None else slice(rank, None, WORLD)
-    pairs = zip(X.split(BATCH), targets.split(BATCH), strict=True)
-    return [(x[rows], y[rows]) for x, y in pairs]
+def rows(rank):
+    """Return what a process sees: all of each batch, or every second row of it."""
+    return slice(None) if rank is None else slice(rank, None, WORLD)
+
+
+def batches(targets, rank=None, *more):
+    parts = (part.split(BATCH) for part in (X, targets, *more))
+    return [tuple(part[rows(rank)] for part in batch) for batch in zip(*parts, strict=True)]
 
 
 # By name: how a BNN is made, and how it is fitted.
@@ -64,7 +65,7 @@ SAME_DRAWS = {
     "two particles": ({}, {"num_particles": 2}),
     "beta and clipping": ({}, {"beta": lambda e: 0.5 + e, "clip_norm": 0.1}),
     "the head, the rest deterministic": ({"prior": HEAD}, {"lr_multipliers": {"scale": 3.0}}),
-    "maximum likelihood": ({"prior": ML, "guide": None}, {}),
+    "maximum likelihood": ({"prior": NOTHING, "guide": None}, {}),
     "MAP": ({"guide": AutoDelta}, {}),
     "low rank": ({"guide": LOW_RANK}, {}),
     "single weights": ({"prior": FEW}, {}),
@@ -80,10 +81,6 @@ OWN_DRAWS = {
     "dropout": ({"middle": (nn.Dropout(0.5),)}, nullcontext),
     "BatchNorm": ({"middle": (nn.BatchNorm1d(4), nn.Tanh())}, nullcontext),
 }
-
-
-def parameters(module):
-    return {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
 
 
 def fit_same(name, rank, **parallel):
@@ -121,39 +118,14 @@ def loop(rank, wrapper):
     return parameters(model)
 
 
-class Objective(nn.Module):
-    """What a process trains in a loop of its own: minus the ELBO of its share of the batch."""
-
-    def __init__(self, bnn):
-        super().__init__()
-        self.bnn = bnn
-
-    def forward(self, x, y):
-        terms = elbo_terms(self.bnn.model, self.bnn.guide, x, y)
-        return terms.kl - terms.data
-
-
-def laplace_gradients(rank, wrapper):
-    """The gradients of variational Laplace, whose pseudo-labels each process draws for itself."""
-    model = wrapper(Objective(make()))
-    torch.manual_seed(7 + rank)
-    with variational_laplace():
-        model(*batches(CLASSES, rank)[0]).backward()
-    return {
-        n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.grad is not None
-    }
-
-
 def counted_apart(kind, rank, **parallel):
     """Fits on points of which other numbers count in each process, by weights or a mask."""
     weights = torch.ones(N, dtype=torch.float64) if kind == "mask" else UNIT * (torch.arange(N) % 5)
     ignored = CLASSES if kind == "weights" else CLASSES.where(torch.arange(N) % 4 != 0, -1)
     size = int(weights.sum())
     bnn = make(likelihood=lambda _: Categorical(size, ignore_index=-1))
-    rows = slice(None) if rank is None else slice(rank, None, WORLD)
-    parts = zip(X.split(BATCH), ignored.split(BATCH), weights.split(BATCH), strict=True)
-    loader = [(x[rows], y[rows], w[rows]) for x, y, w in parts]
     torch.manual_seed(7)
+    loader = batches(ignored, rank, weights)
     history = bnn.fit(loader, SGD, 2, accumulate_steps=2 if kind == "both" else 1, **parallel)
     return parameters(bnn), vars(history)
 
@@ -162,7 +134,7 @@ def held_out(rank, only_first=False, **options):
     """A fit that goes back to an epoch which is best for all, and not for a process alone."""
     part = [(X, CLASSES), (X, (CLASSES + 1) % 3), (X[:8], (CLASSES[:8] + 2) % 3)]
     own = part if rank is None else [part[rank]] if rank else part[::2]
-    bnn = make(ML, None)
+    bnn = make(NOTHING, None)
     fast = functools.partial(torch.optim.SGD, lr=3.0)
     torch.manual_seed(7)
     given = None if only_first and rank else part if only_first else own
@@ -212,10 +184,9 @@ def failing(rank, where, **parallel):
         raise ArithmeticError("mine")
 
     def loader(what):
-        yield from batches(CLASSES, rank)[:1]
-        if rank and what == where:
-            bad()
-        yield from batches(CLASSES, rank)[1:]
+        first, *rest = batches(CLASSES, rank)
+        yield first
+        yield from bad() if rank and what == where else rest
 
     callback = bad if rank and where == "callback" else None
     try:
@@ -299,7 +270,6 @@ def more_work(rank):
         alone.fit(batches(CLASSES), SGD, 1)
     return {
         "loop": loop(rank, DistributedDataParallel),
-        "gradients": laplace_gradients(rank, DistributedDataParallel),
         "sampled": sampled(rank, **parallel),
         "padded": padded(rank),
         "counts": refused(ours[: 2 - rank], **parallel),
@@ -333,43 +303,55 @@ def assert_history(left, right):
         assert values == pytest.approx(right[term], rel=1e-12)
 
 
+def assert_is_that_of_one(processes, expected):
+    """Compare parameters and history of each process with those of one that sees all."""
+    parameters, history = expected
+    for found, told in processes:
+        assert_equal(found, parameters)
+        assert_history(told, history)
+    assert processes[0][1] == processes[1][1]
+
+
 @pytest.mark.parametrize(("kind", "name"), SAME)
 def test_the_same_draws_make_the_step_of_one_process(found, kind, name):
-    parameters, history = fit_same(name, None)
-    for process in found[kind]:
-        assert_equal(process["same"][name][0], parameters)
-        assert_history(process["same"][name][1], history)
-    assert found[kind][0]["same"][name][1] == found[kind][1]["same"][name][1]
+    assert_is_that_of_one([p["same"][name] for p in found[kind]], fit_same(name, None))
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_points_count_alike_in_every_process(found_more, kind):
+    assert_is_that_of_one([p["counted"][kind] for p in found_more], counted_apart(kind, None))
+
+
+def test_loops_and_samplers_of_pytorch_are_those_of_one_process(found_more):
+    model, history = loop(None, lambda model: model), sampled(0)
+    for process in found_more:
+        assert_equal(process["loop"], model)
+        assert_history(process["sampled"], history)
+
+
+def test_points_that_the_sampler_repeats_are_warned_of(found_more):
+    for process in found_more:
+        (message,) = process["padded"]
+        assert "an epoch had 16 points" in message
+        assert "dataset_size=15" in message
+
+
+def test_all_start_where_the_first_does_and_stop_where_one_has_no_batch_left(found_more):
+    start = parameters(make())
+    for process in found_more:
+        assert_equal(process["start"], start)
+        assert "no batch left" in process["counts"][0]
 
 
 @pytest.mark.parametrize("name", OWN_DRAWS)
 @EACH
 def test_own_draws_make_the_average_of_the_steps(found, kind, name):
-    """A step of SGD is linear in the gradient, so the mean of the ends is the end of the mean."""
+    """As a step of SGD is linear in the gradient."""
     ends = [step_own(name, rank) for rank in range(WORLD)]
     mean = {n: torch.stack([end[n] for end in ends]).mean(0) for n in ends[0]}
     assert any(not torch.equal(ends[0][n], ends[1][n]) for n in mean)
     for process in found[kind]:
         assert_equal(process["own"][name], mean)
-
-
-def test_a_loop_of_ones_own(found_more):
-    whole = loop(None, lambda model: model)
-    for process in found_more:
-        assert_equal(process["loop"], whole)
-
-
-def test_the_gradients_of_an_objective_of_ones_own_are_averaged(found_more):
-    first, second = (laplace_gradients(rank, lambda model: model) for rank in range(WORLD))
-    mean = {n: (gradient + second[n]) / 2 for n, gradient in first.items()}
-    for process in found_more:
-        assert_equal(process["gradients"], mean)
-
-
-def test_pytorchs_sampler_deals_the_batches_of_one_process(found_more):
-    whole = sampled(0)
-    for process in found_more:
-        assert_history(process["sampled"], whole)
 
 
 @EACH
@@ -381,32 +363,6 @@ def test_batches_of_other_sizes_are_refused_by_all(found, kind):
         assert unchanged
 
 
-def test_other_numbers_of_batches_are_refused_by_all(found_more):
-    """Two batches against one: the first step is made, then all stop instead of one waiting."""
-    for process in found_more:
-        assert "no batch left" in process["counts"][0]
-
-
-def test_points_that_the_sampler_repeats_are_warned_of(found_more):
-    for process in found_more:
-        (message,) = process["padded"]
-        assert "an epoch had 16 points" in message
-        assert "dataset_size=15" in message
-
-
-def test_all_start_where_the_first_does(found_more):
-    assert_equal(found_more[1]["start"], found_more[0]["start"])
-    assert_equal(found_more[0]["start"], parameters(make()))
-
-
-@pytest.mark.parametrize("kind", COUNTED)
-def test_points_count_alike_in_every_process(found_more, kind):
-    parameters, history = counted_apart(kind, None)
-    for process in found_more:
-        assert_equal(process["counted"][kind][0], parameters)
-        assert_history(process["counted"][kind][1], history)
-
-
 @pytest.mark.parametrize("name", FOLLOWED)
 @EACH
 def test_held_out_data_are_those_of_all_processes(found, kind, name):
@@ -414,11 +370,6 @@ def test_held_out_data_are_those_of_all_processes(found, kind, name):
     for process in found[kind]:
         assert_equal(process["held out"][name][0], parameters)
         assert process["held out"][name][1]["validation"] == pytest.approx(history["validation"])
-
-
-@EACH
-def test_a_callback_ends_the_fit_in_all_processes(found, kind):
-    assert [process["stopped"] for process in found[kind]] == [2, 2]
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -429,7 +380,8 @@ def test_what_has_to_be_the_same_is_compared(found, kind, name):
 
 
 @EACH
-def test_an_error_of_one_process_is_one_of_all(found, kind):
+def test_an_end_or_an_error_of_one_process_is_one_of_all(found, kind):
+    assert [process["stopped"] for process in found[kind]] == [2, 2]
     for error, process in zip(("RuntimeError", "ArithmeticError"), found[kind], strict=True):
         assert process["failing"] == dict.fromkeys(FAILING, error)
 
@@ -448,14 +400,6 @@ def test_each_epoch_is_shuffled_anew():
     assert orders[0] == list(sampler)
 
 
-@pytest.mark.parametrize(
-    "given", [True, lambda objective: objective, nn.Linear(1, 1)], ids=["flag", "other", "instance"]
-)
-def test_parallel_is_the_class(given):
-    with pytest.raises(TypeError, match="parallel=DistributedDataParallel"):
-        make().fit(batches(CLASSES), SGD, 1, parallel=given)
-
-
 def test_a_part_of_the_data_without_averaging_is_warned_of():
     dataset = TensorDataset(X, CLASSES)
     loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, WORLD, 0))
@@ -463,55 +407,7 @@ def test_a_part_of_the_data_without_averaging_is_warned_of():
         make().fit(loader, SGD, 1)
 
 
-# --------------------------------------------------------------------------- a process that dies
-
-EPOCHS, DIES_AFTER, SECONDS = 5, 2, 20
-ADAM = functools.partial(torch.optim.Adam, lr=0.1)
-
-
-def fit(bnn, rank, epochs, callback=None):
-    data = batches(CLASSES, rank)
-    bnn.fit(data, ADAM, epochs, callback, parallel=DistributedDataParallel)
-    return bnn.state_dict()
-
-
-def whole(rank):
-    bnn = make()
-    torch.manual_seed(rank)
-    return fit(bnn, rank, EPOCHS)
-
-
-def dying(rank, folder):
-    """Return after how many seconds the death of another process was an error."""
-
-    def save(bnn, epoch, loss):
-        if epoch < DIES_AFTER:
-            bnn.save(f"{folder}/{rank}.fit", training=True)
-        elif rank == 1:
-            os._exit(0)
-
-    bnn = make()
-    torch.manual_seed(rank)
-    start = time.monotonic()
-    try:
-        fit(bnn, rank, EPOCHS, save)
-    except RuntimeError:
-        return time.monotonic() - start
-
-
-def resumed(rank, folder):
-    bnn = make()
-    bnn.load(f"{folder}/{rank}.fit")
-    return fit(bnn, rank, EPOCHS - DIES_AFTER)
-
-
-def test_the_others_raise_within_the_timeout_and_all_go_on_from_their_files(tmp_path):
-    expected = processes.run(whole, WORLD, tmp_path)
-    seconds, died = processes.run(dying, WORLD, tmp_path, tmp_path, seconds=SECONDS)
-    assert died is None
-    assert seconds < SECONDS + 10
-    for found, state in zip(
-        processes.run(resumed, WORLD, tmp_path, tmp_path), expected, strict=True
-    ):
-        assert found.keys() == state.keys()
-        assert all(torch.equal(found[name], value) for name, value in state.items())
+@pytest.mark.parametrize("given", [True, lambda objective: objective, nn.Linear(1, 1)])
+def test_parallel_is_the_class(given):
+    with pytest.raises(TypeError, match="parallel=DistributedDataParallel"):
+        make().fit(batches(CLASSES), SGD, 1, parallel=given)

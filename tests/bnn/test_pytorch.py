@@ -117,6 +117,17 @@ def test_held_draw_serves_all_forwards():
         assert not torch.equal(bnn(x()), whole)
 
 
+def test_held_draw_has_gradients_from_all_forwards():
+    bnn, found = make(), []
+    for parts in (x().split(3), [x()]):
+        bnn.zero_grad()
+        pyro.set_rng_seed(3)
+        with bnn.hold_sample():
+            sum(bnn(part).sum() for part in parts).backward()
+        found.append([p.grad.clone() for p in bnn.parameters() if p.requires_grad])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_held_draw_is_one_draw_under_a_handler_too(handler):

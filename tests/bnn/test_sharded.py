@@ -3,7 +3,6 @@
 import functools
 import os
 
-import pyro.distributions as dist
 import pytest
 import torch
 import torch.distributed
@@ -11,6 +10,7 @@ from torch import nn
 
 import tyxe
 from tests.oracles import processes
+from tests.oracles.bnns import NORMAL, mean_field
 from tyxe.likelihoods import Categorical
 
 N, WORLD = 20, 3
@@ -18,7 +18,6 @@ SEED = torch.Generator().manual_seed(0)
 X = torch.randn(N, 1, 4, 4, generator=SEED, dtype=torch.float64)
 Y = torch.randint(3, (N,), generator=SEED)
 WEIGHTS = torch.randint(1, 3, (N,), generator=SEED).double()
-PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
 CASES = {
     "full": {"structure": "full"},
     "kron": {"structure": "kron"},
@@ -46,7 +45,7 @@ def shard(rank, *parts):
 
 
 def curvature(name, rank, **group):
-    bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(int(WEIGHTS.sum())), **CASES[name])
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, Categorical(int(WEIGHTS.sum())), **CASES[name])
     bnn.fit_curvature(shard(rank, X, Y, WEIGHTS), **group)
     state = bnn.state
     # Of the first process: the others draw other probes.
@@ -64,7 +63,7 @@ def curvature(name, rank, **group):
 
 def evaluated(rank, **group):
     guide = functools.partial(tyxe.guides.AutoNormal, init_scale=0.1)
-    bnn = tyxe.VariationalBNN(net(), PRIOR, Categorical(N), guide)
+    bnn = tyxe.VariationalBNN(net(), NORMAL, Categorical(N), guide)
     found = []
     for reduction in ("sum", "mean"):
         torch.manual_seed(1)
@@ -81,7 +80,7 @@ def ensemble(**group):
         start = net()
         torch.manual_seed(index)
         tyxe.util.reset_parameters_(start)
-        return tyxe.VariationalBNN(start, PRIOR, Categorical(N), tyxe.guides.AutoNormal)
+        return mean_field(start, Categorical(N))
 
     bnn = tyxe.EnsembleBNN(member, 4)
     torch.manual_seed(5 if not group else 5 + torch.distributed.get_rank())
@@ -91,18 +90,20 @@ def ensemble(**group):
     return {"losses": losses, **{n: p.detach() for n, p in bnn.named_parameters()}}
 
 
-def _values():
-    return {f"net.{name}": p.detach() for name, p in net().named_parameters()}
+FIXED = {"adapt_step_size": False, "adapt_mass_matrix": False}
 
 
-def chains(num_chains=3, **options):
-    kernel = tyxe.samplers.HMC(step_size=0.1, adapt_step_size=False, adapt_mass_matrix=False)
-    bnn = tyxe.MCMC_BNN(net(), PRIOR, Categorical(N), kernel)
-    torch.manual_seed(5)
-    seed = int(torch.randint(2**62, ()))
-    torch.manual_seed(5)
+def chains(num_chains=3, seed=5, **options):
+    bnn = tyxe.MCMC_BNN(net(), NORMAL, Categorical(N), tyxe.samplers.HMC(step_size=0.1, **FIXED))
+    torch.manual_seed(seed)
     bnn.fit([(X, Y)], 4, warmup_steps=0, num_chains=num_chains, compile=False, **options)
-    return seed, dict(bnn.samples.items())
+    return dict(bnn.samples.items())
+
+
+def started(**options):
+    """Chains that start where each is told."""
+    values = {f"net.{name}": p.detach() for name, p in net().named_parameters()}
+    return chains(init={n: torch.stack([v, v + 20, v - 20]) for n, v in values.items()}, **options)
 
 
 def uneven(group):
@@ -113,7 +114,7 @@ def uneven(group):
 
 def failing(rank, group):
     """One process has a class that there is not."""
-    bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(N))
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, Categorical(N))
     y = Y.clone()
     y[1] = 3 if rank == 1 else 0
     try:
@@ -126,7 +127,7 @@ def failing(rank, group):
 def dying(rank):
     """One process ends without a word."""
     group = torch.distributed.group.WORLD
-    bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(N))
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, Categorical(N))
     if rank == 1:
         os._exit(0)
     try:
@@ -142,10 +143,7 @@ def work(rank):
     found["evaluated"] = evaluated(rank, process_group=group)
     found["ensemble"] = ensemble(process_group=group)
     found["chains"] = chains(process_group=group)
-    found["started"] = chains(
-        init={n: torch.stack([v, v + 20, v - 20]) for n, v in _values().items()},
-        process_group=group,
-    )[1]
+    found["started"] = started(process_group=group)
     found["uneven"] = uneven(group)
     found["failing"] = failing(rank, group)
     return found
@@ -180,21 +178,14 @@ def test_members_are_shared_out(found):
 
 
 def test_chains_are_shared_out(found):
-    first = found[0]["chains"][1]
+    first, name = found[0]["chains"], "net.3.weight"
     for process in found:
-        assert all(torch.equal(process["chains"][1][n], value) for n, value in first.items())
-    seed, name = found[0]["chains"][0], "net.3.weight"
+        assert all(torch.equal(process["chains"][n], value) for n, value in first.items())
     assert first[name].shape == (3, 4, 3, 8)
+    torch.manual_seed(5)
+    seed = int(torch.randint(2**62, ()))
     for rank in range(WORLD):
-        bnn = tyxe.MCMC_BNN(
-            net(),
-            PRIOR,
-            Categorical(N),
-            tyxe.samplers.HMC(step_size=0.1, adapt_step_size=False, adapt_mass_matrix=False),
-        )
-        torch.manual_seed(seed + rank)
-        bnn.fit([(X, Y)], 4, warmup_steps=0, num_chains=1, compile=False)
-        torch.testing.assert_close(bnn.samples[name][0], first[name][rank])
+        torch.testing.assert_close(chains(1, seed + rank)[name][0], first[name][rank])
     assert found[0]["uneven"].startswith("4 chains cannot be shared out evenly to 3 processes")
 
 
@@ -223,6 +214,6 @@ def test_a_process_that_dies_is_an_error_of_all(tmp_path):
 
 
 def test_each_point_is_of_one_process():
-    bnn = tyxe.VariationalBNN(net(), PRIOR, Categorical(N), tyxe.guides.AutoNormal)
+    group = torch.distributed.ProcessGroup(0, 1)
     with pytest.raises(ValueError, match="reduction='none' is of one process"):
-        bnn.evaluate(X, Y, reduction="none", process_group=torch.distributed.ProcessGroup(0, 1))
+        mean_field(net(), Categorical(N)).evaluate(X, Y, reduction="none", process_group=group)

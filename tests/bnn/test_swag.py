@@ -3,6 +3,7 @@
 import copy
 import functools
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -73,6 +74,16 @@ def test_snapshots_are_of_the_later_epochs(epochs, start, every, taken):
     torch.testing.assert_close(bnn.net_guide.mean, weights.mean(0))
     spread = bnn.net_guide.squares / len(taken)
     torch.testing.assert_close(spread, weights.var(0, correction=0), rtol=1e-3, atol=1e-8)
+
+
+def test_training_is_map():
+    torch.manual_seed(0)
+    delta, likelihood = pyro.infer.autoguide.AutoDelta, HomoskedasticGaussian(N, scale=0.5)
+    other = tyxe.VariationalBNN(mlp(2, 3, 1), NORMAL, likelihood, delta)
+    history = other.fit(loader(), SGD, 8)
+    bnn = make(rank=2)
+    assert bnn.fit(loader(), SGD, 8).loss == pytest.approx(history.loss, rel=1e-5)
+    torch.testing.assert_close(points(bnn), bnn.net_guide.blocks.flatten(other._mean_values()))
 
 
 def test_a_second_fit_goes_on_collecting_and_reset_forgets():

@@ -76,11 +76,12 @@ def test_to_module_is_a_plain_net_of_the_class_that_came_in():
         assert not isinstance(value, torch.Tensor) or torch.equal(value, state[name]), name
 
 
-def test_to_module_at_a_draw():
+def test_to_module_and_a_forward_are_at_a_draw():
     bnn, x = make(), inputs()
     sample = seeded(bnn.to_module, sample=True)
     output = seeded(lambda: bnn._run_net(bnn._one_draw(), x))
-    torch.testing.assert_close(sample(x), output)
+    torch.testing.assert_close((sample(x), seeded(bnn, x)), (output, output))
+    assert bnn(x).requires_grad
     assert not torch.equal(sample[0].weight, bnn.to_module(sample=True)[0].weight)
 
 
