@@ -246,7 +246,9 @@ EACH = pytest.mark.parametrize("kind", KINDS)
 def work(rank, kind):
     parallel = {"parallel": KINDS[kind]}
     uneven = [(X[:4], CLASSES[:4]) if rank else (X[:3], CLASSES[:3])]
+    more = more_work(rank) if kind == "DistributedDataParallel" else {}
     return {
+        **more,
         "same": {name: fit_same(name, rank, **parallel) for own, name in SAME if own == kind},
         "own": {name: step_own(name, rank, **parallel) for name in OWN_DRAWS},
         "sizes": refused(uneven, **parallel),
@@ -285,9 +287,9 @@ def found(tmp_path_factory: pytest.TempPathFactory):
     return {kind: processes.run(work, WORLD, folder, kind) for kind, folder in folders.items()}
 
 
-@pytest.fixture(scope="module")
-def found_more(tmp_path_factory: pytest.TempPathFactory):
-    return processes.run(more_work, WORLD, tmp_path_factory.mktemp("more"))
+@pytest.fixture
+def found_more(found):
+    return found["DistributedDataParallel"]
 
 
 def assert_equal(left, right):
