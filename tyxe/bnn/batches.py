@@ -16,7 +16,13 @@ from tyxe import check
 from tyxe.check import described
 from tyxe.data import Batch, Targets, Unpacked, concatenate_targets, read_targets
 from tyxe.rng import RandomStream
-from tyxe.util import Inputs, is_constant, outside_of_inference, tree_map_tensors
+from tyxe.util import (
+    Inputs,
+    is_constant,
+    outside_inference,
+    outside_of_inference,
+    tree_map_tensors,
+)
 
 T = TypeVar("T")
 
@@ -104,6 +110,7 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+@outside_inference()
 def copied(batch: Any) -> Any:
     """Return copies of a batch's contents, in case a loader fills the same memory again."""
     return tree_map(
@@ -302,8 +309,9 @@ def collect(loader: Iterable[Any], device: Any = None) -> tuple[Any, Any]:
     batches = all_batches(loader, device)
     if len(batches) == 1:
         return batches[0]
-    inputs = _concatenate([inputs for inputs, _ in batches])
-    return inputs, concatenate_targets([targets for _, targets in batches])
+    with outside_inference():
+        inputs = _concatenate([inputs for inputs, _ in batches])
+        return Batch(inputs, concatenate_targets([targets for _, targets in batches]))
 
 
 def _concatenate(pieces: list[Any]) -> Any:
