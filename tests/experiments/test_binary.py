@@ -69,6 +69,16 @@ def test_straight_through_finds_signs_and_keeps_real_weights_in_their_interval()
     assert all(parameter.abs().max() <= 1 for parameter in net.parameters())
 
 
+def test_rates_fall_after_shares_of_the_epochs():
+    adam = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule, rates = binary.stepwise(adam, 8, [0.125, 0.625]), []
+    for _ in range(8):
+        rates.append(adam.param_groups[0]["lr"])
+        adam.step()
+        schedule.step()
+    assert rates == pytest.approx([1] + 4 * [0.1] + 3 * [0.01])
+
+
 def test_curves_of_binary_nets():
     known = torch.tensor([[0.95, 0.05], [0.7, 0.3], [0.2, 0.8]])
     unknown = torch.tensor([[0.5, 0.5], [0.99, 0.01]])

@@ -222,6 +222,17 @@ def test_parts_of_regression_are_standardised_by_those_to_train(every_set):
     assert [len(own.loader.x), *counts] == [38, 10, 12]  # of 60 rows
 
 
+def test_rates_fall_as_a_cosine_to_what_is_left():
+    group = {"lr": 2.0}
+    bnn = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group]))
+    lower, rates = leaderboard_methods.cosine(8, until=0.5, last=0.5), []
+    for epoch in range(8):
+        lower(bnn, epoch, 0.0)
+        rates.append(group["lr"])
+    fall = [1.0 + 0.5 * (1 + math.cos(math.pi * i / 4)) for i in (1, 2, 3)]
+    assert rates == pytest.approx([*fall, *[1.0] * 5])
+
+
 def test_a_probability_of_zero_in_single_precision_has_a_finite_nll():
     outputs = torch.tensor([[[0.0, 200.0]], [[0.0, 300.0]]])
     found = leaderboard_data.scores({"test": outputs}, torch.tensor([0]))["NLL"]

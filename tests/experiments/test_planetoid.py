@@ -86,11 +86,14 @@ def test_other_files_are_refused(served, small, tmp_path: Path):
     other["features"][3, 4] = 1 - other["features"][3, 4]
     beyond = sparse.csr_matrix(np.eye(3, dtype=np.float32))
     beyond.indices[1] = 10**6
-    changes = [{part: whole[part][: len(whole[part]) // 2]} for part in planetoid.PARTS]
-    changes += [files_of(other), {"tx": pickle.dumps(beyond, protocol=4)}]
-    for change in changes:
+    changes = [
+        *(({part: whole[part][:-99]}, "is damaged|another graph") for part in planetoid.PARTS),
+        (files_of(other), r"hold another graph: its SHA-256 is [0-9a-f]{64}, not"),
+        ({"tx": pickle.dumps(beyond, protocol=4)}, "is damaged"),
+    ]
+    for change, message in changes:
         served.update(whole | change)
-        with pytest.raises(ValueError, match=r"is damaged|another graph: its SHA-256 is \w{64}"):
+        with pytest.raises(ValueError, match=message):
             planetoid.download()
     assert not (tmp_path / "data").exists()
 

@@ -1,5 +1,6 @@
 """experiments/resnet.py: all inferences run, stopped runs go on, and bad input is named."""
 
+import sys
 from pathlib import Path
 
 import common
@@ -77,6 +78,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(whole: Path, tmp_path: Path
 
 def test_low_precision_and_channels_last_change_little(whole: Path, tmp_path: Path):
     """On a processor, where bfloat16 has eight bits as on a GPU."""
+    assert not resnet.is_low_precision(resnet.experiment.at())  # which is for GPUs
     names = ("mean-field", "inducing")
     options = ["--smoke-test", "--amp", "on", "--inference", *names, "--out", str(tmp_path)]
     resnet.experiment.main(options)
@@ -92,6 +94,12 @@ def test_a_checkpoint_of_other_settings_is_refused(whole: Path, tmp_path: Path):
     message = r"resnet_map_0\.pt is of other settings: name other --checkpoints"
     with pytest.raises(SystemExit, match=message):
         resnet.experiment.main(["--smoke-test", *others, "--out", str(tmp_path)])
+
+
+def test_missing_torchvision_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision.models.resnet", None)
+    with pytest.raises(SystemExit, match=r'pip install -e "\.\[vision\]"'):
+        resnet.make_net(2, "cifar")
 
 
 def test_images_are_normalised_each_set_by_its_own(every_set):
@@ -202,6 +210,12 @@ def test_a_rise_is_from_the_net_that_a_mean_field_starts_at():
     for key, rows in expected.items():
         assert found[key] == [pytest.approx(row) for row in rows]
     assert "| a quarter | ml, longer | 1 | 1.000 | 0.250 |" in resnet_ood.table(record)
+
+
+def test_loading_leaves_the_random_numbers_of_a_fit(every_set):
+    before = torch.get_rng_state()
+    resnet_ood.other_images(resnet_ood.experiment.at("smoke"))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_standard_deviations_at_their_cap():

@@ -30,6 +30,7 @@ def mean_field(likelihood=NOISE, outputs=1):
     return tyxe.VariationalBNN(net(outputs), NORMAL, likelihood, AutoNormal)
 
 
+@functools.cache
 def laplace(steps=1, dtype=torch.float32):
     torch.manual_seed(0)
     x = torch.rand(200, 2, dtype=dtype) * 2 - 1

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tyxe
 from tests.integrations import texts
+from tests.oracles.fits import assert_equal, trainable
 from tyxe.integrations.huggingface import TrainerBNN, unpack
 
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide=["*LayerNorm*", "*embeddings*"])
@@ -34,16 +35,6 @@ def variational(net=None, likelihood=None, prior=NORMAL):
     return tyxe.VariationalBNN(net, prior, likelihood, guide, output="logits")
 
 
-def parameters(bnn):
-    return {name: p.detach().clone() for name, p in bnn.named_parameters() if p.requires_grad}
-
-
-def assert_equal(one, two):
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=0, atol=0, msg=name)
-
-
 # --- batches ------------------------------------------------------------------------------------
 
 
@@ -54,7 +45,7 @@ def test_unpacked_batches_are_fitted_as_pairs_are():
     one.fit(pairs, ADAM, 2, beta=1e-3)
     torch.manual_seed(1)
     two.fit(texts.batches(), ADAM, 2, beta=1e-3, unpack=unpack)
-    assert_equal(parameters(one), parameters(two))
+    assert_equal(trainable(one), trainable(two))
     assert two.predict(texts.batches(), unpack=unpack).shape == (texts.SIZE, 2)
     without = [{k: v for k, v in b.items() if k != "labels"} for b in texts.batches()]
     assert two.predict(without, unpack=unpack).shape == (texts.SIZE, 2)
@@ -121,7 +112,7 @@ def test_trainer_resumes_as_if_it_had_not_stopped(tmp_path):
     first.train()
     checkpoint = str(tmp_path / "half" / "checkpoint-8")
     trainer(tmp_path / "half", rest, 4).train(resume_from_checkpoint=checkpoint)
-    assert_equal(parameters(whole), parameters(rest))
+    assert_equal(trainable(whole), trainable(rest))
 
 
 class StopsAfterTwo(TrainerCallback):
@@ -141,20 +132,13 @@ def test_accumulated_steps_are_those_of_a_large_batch(tmp_path):
         likelihood = tyxe.likelihoods.Categorical(texts.SIZE)
         return tyxe.VariationalBNN(net, ml, likelihood, output="logits")
 
-    found = []
+    found, options = [], {"save_strategy": "no", "optim": "sgd"}
     for size, steps in ((20, 1), (10, 2)):
-        own = trainer(
-            tmp_path,
-            bnn := make(),
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=steps,
-            save_strategy="no",
-            optim="sgd",
-        )
-        own.train()
-        found.append(parameters(bnn))
-    for name in found[0]:
-        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-4, atol=1e-6)
+        options["per_device_train_batch_size"] = size
+        options["gradient_accumulation_steps"] = steps
+        trainer(tmp_path, bnn := make(), **options).train()
+        found.append(trainable(bnn))
+    assert_equal(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_a_batch_that_is_masked_as_a_whole_has_no_loss():
@@ -206,20 +190,18 @@ def test_accelerate_saves_and_resumes(tmp_path):
     assert (tmp_path / "model.safetensors").exists()
     third[0].load_state(str(tmp_path))
     steps(*third, 2)
-    assert_equal(parameters(whole), parameters(rest))
+    assert_equal(trainable(whole), trainable(rest))
 
 
 def test_states_go_through_safetensors(tmp_path):
     """Weights that are tied, as those of a language model's ends, would be refused."""
-    likelihood = tyxe.likelihoods.Categorical(6, ignore_index=-100)
-    one, two = (
-        TrainerBNN(variational(texts.gpt2_language().eval(), likelihood, ALL)) for _ in range(2)
-    )
+    likelihood, make = tyxe.likelihoods.Categorical(6, ignore_index=-100), texts.gpt2_language
+    one, two = (TrainerBNN(variational(make().eval(), likelihood, ALL)) for _ in range(2))
     with torch.no_grad():
         for parameter in one.parameters():
             parameter += 0.1
     save_file(one.state_dict(), tmp_path / "model.safetensors")
     two.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert_equal(parameters(one.bnn), parameters(two.bnn))
+    assert_equal(trainable(one.bnn), trainable(two.bnn))
     head = two.bnn.net.lm_head.weight
     assert head is two.bnn.net.transformer.wte.weight

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyro
@@ -15,6 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
+from tests.oracles.bnns import mean_field
+from tests.oracles.fits import assert_equal, trainable
 from tests.oracles.nets import KindAndSize, kind_and_size
 
 pytest.importorskip("lightning", reason="it is the extra 'lightning'")
@@ -65,31 +68,17 @@ def trainer(folder, epochs=2, **options):
     return lightning.Trainer(**(common | options))
 
 
-def parameters(bnn):
-    return {name: p.detach().clone() for name, p in bnn.named_parameters() if p.requires_grad}
-
-
-def assert_close(one, two, **tolerance):
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], msg=name, **tolerance)
-
-
-@pytest.mark.parametrize("handler", [None, tyxe.poutine.local_reparameterization])
+@pytest.mark.parametrize("handler", [nullcontext, tyxe.poutine.local_reparameterization])
 def test_it_makes_the_steps_of_fit(tmp_path, handler):
     fitted, own = variational(), variational()
     options = {"lr_multipliers": {"scale": 3.0}, "beta": lambda epoch: (epoch + 1) / 3}
     torch.manual_seed(1)
-    if handler is None:
+    with handler():
         fitted.fit(loader(), ADAM, 3, **options)
-        module = LightningBNN(own, ADAM, **options)
-    else:
-        with handler():
-            fitted.fit(loader(), ADAM, 3, **options)
-        module = LightningBNN(own, ADAM, handler=handler, **options)
+    module = LightningBNN(own, ADAM, handler=handler, **options)
     torch.manual_seed(1)
     trainer(tmp_path, 3).fit(module, loader())
-    assert_close(parameters(fitted), parameters(own), rtol=0, atol=1e-6)
+    assert_equal(trainable(fitted), trainable(own), rtol=0, atol=1e-6)
 
 
 def test_metrics_are_logged(tmp_path):
@@ -143,13 +132,13 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_stopped(tmp_path):
             torch.set_rng_state(state)
         own.fit(module, batches, ckpt_path=checkpoint)
         own.save_checkpoint(tmp_path / f"{epochs}.ckpt")
-        return parameters(module.bnn), module.optimizers().param_groups[0]["lr"]
+        return trainable(module.bnn), module.optimizers().param_groups[0]["lr"]
 
     whole = fitted(4)
     fitted(2)
     rest = fitted(4, tmp_path / "2.ckpt", torch.get_rng_state())
     assert whole[1] == rest[1] == 1e-2 / 4
-    assert_close(whole[0], rest[0], rtol=0, atol=0)
+    assert_equal(whole[0], rest[0], rtol=0, atol=0)
 
 
 halved = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
@@ -170,7 +159,7 @@ def test_bf16_mixed_precision(tmp_path):
     torch.manual_seed(1)
     trainer(tmp_path, 20).fit(LightningBNN(full, ADAM), loader())
     assert all(p.dtype == torch.float32 for p in half.parameters())
-    assert_close(parameters(half), parameters(full), rtol=0, atol=2e-2)
+    assert_equal(trainable(half), trainable(full), rtol=0, atol=2e-2)
     pairs = zip(half.parameters(), full.parameters(), strict=True)
     assert any(not torch.equal(one, two) for one, two in pairs)
 
@@ -181,10 +170,10 @@ def test_bf16_mixed_precision(tmp_path):
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_mixed_precision_with_clipped_gradients(tmp_path, optim, algorithm):
     bnn = variational()
-    module, before = LightningBNN(bnn, optim), parameters(bnn)
+    module, before = LightningBNN(bnn, optim), trainable(bnn)
     clipping = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
     trainer(tmp_path, 1, precision="bf16-mixed", **clipping).fit(module, loader())
-    after = parameters(bnn)
+    after = trainable(bnn)
     assert all(not torch.equal(after[name], before[name]) for name in before)
     assert all(value.isfinite().all() for value in after.values())
 
@@ -193,15 +182,11 @@ def test_mixed_precision_with_clipped_gradients(tmp_path, optim, algorithm):
 def test_frozen_parts_keep_their_mode(tmp_path):
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     net[0].requires_grad_(False).eval()
-    bnn = tyxe.VariationalBNN(
-        net,
-        tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_module_types=[nn.Linear]),
-        tyxe.likelihoods.Categorical(N),
-        tyxe.guides.AutoNormal,
-    )
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_module_types=[nn.Linear])
+    bnn = mean_field(net, tyxe.likelihoods.Categorical(N), prior)
     before = {name: b.clone() for name, b in bnn.net[0].named_buffers()}
     trainer(tmp_path).fit(LightningBNN(bnn, ADAM), loader(), loader())
-    assert_close(before, dict(bnn.net[0].named_buffers()), rtol=0, atol=0)
+    assert_equal(before, dict(bnn.net[0].named_buffers()), rtol=0, atol=0)
 
 
 def test_an_optimiser_that_takes_its_own_gradients_is_refused():
@@ -219,7 +204,7 @@ def parameters_after_a_fit(folder, count):
     options = {"strategy": "ddp", "use_distributed_sampler": True} if count > 1 else {}
     own = trainer(folder, 3, devices=count, **options)
     own.fit(module, loader(size=N // count))
-    return own, parameters(bnn)
+    return own, trainable(bnn)
 
 
 TWO = """
@@ -243,4 +228,4 @@ def test_two_processes_make_the_fit_of_one(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     _, one = parameters_after_a_fit(tmp_path, 1)
-    assert_close(one, torch.load(tmp_path / "found.pt"), rtol=1e-4, atol=1e-5)
+    assert_equal(one, torch.load(tmp_path / "found.pt"), rtol=1e-4, atol=1e-5)

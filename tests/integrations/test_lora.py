@@ -44,10 +44,10 @@ def test_factors_are_sites_and_the_body_is_frozen(name):
     assert len(sites) == (8 if name == "bert" else 4)
     assert all("lora_" in site for site in sites)
     body = {n: p.clone() for n, p in bnn.net.named_parameters() if not p.requires_grad}
-    before = bnn.evaluate(texts.batches(), num_predictions=100, unpack=unpack)[1]
+    before = bnn.evaluate(texts.batches(), num_predictions=40, unpack=unpack)[1]
     with tyxe.poutine.local_reparameterization():
         bnn.fit(texts.batches(), ADAM, 20, unpack=unpack, lr_multipliers={"scale": 3})
-    after = bnn.evaluate(texts.batches(), num_predictions=100, unpack=unpack)[1]
+    after = bnn.evaluate(texts.batches(), num_predictions=40, unpack=unpack)[1]
     assert after > before + 2
     for place, parameter in bnn.net.named_parameters():
         if not parameter.requires_grad:
@@ -61,7 +61,7 @@ def test_kronecker_laplace_of_adapters():
     held_out = texts.batches(texts.Sentences(seed=1))
     best = bnn.optimize_prior_precision(loader=tyxe.data.Unpacked(held_out, unpack))
     assert best > 0
-    error, log_likelihood = bnn.evaluate(held_out, num_predictions=100, unpack=unpack)
+    error, log_likelihood = bnn.evaluate(held_out, num_predictions=40, unpack=unpack)
     plain = bnn.evaluate(held_out, num_predictions=0, unpack=unpack)[1]
     assert log_likelihood > plain - 1  # the grid holds the mode's own prediction, nearly
     assert error < texts.SIZE / 4

@@ -3,8 +3,8 @@
 import copy
 import pickle
 from contextlib import nullcontext
-from functools import partial
-from itertools import pairwise
+from functools import cache, partial
+from itertools import pairwise, product
 
 import numpy as np
 import pyro.distributions as dist
@@ -50,7 +50,7 @@ from tyxe.integrations.sklearn import (
 )
 
 # Fewer epochs than by default, because the checks fit some sixty times.
-ESTIMATORS = [BayesianRegressor(num_epochs=100), BayesianClassifier(num_epochs=100)]
+ESTIMATORS = [BayesianRegressor(num_epochs=40), BayesianClassifier(num_epochs=40)]
 SHORT = {"hidden": (5,), "num_epochs": 40, "batch_size": 16, "random_state": 0}
 SEED = int(np.random.RandomState(0).randint(2**31 - 1))
 
@@ -135,6 +135,12 @@ SETTINGS = {"nuts": {"hidden": (), "num_epochs": 8}, "swag": {"num_epochs": 80}}
 SETTINGS["ensemble"] = {"num_epochs": 10}
 
 
+def batches(*parts):
+    data = TensorDataset(*parts)
+    sampler = BatchSampler(RandomSampler(data), 16, drop_last=False)
+    return DataLoader(data, sampler=sampler, batch_size=None)
+
+
 def plain(method, x, y, likelihood, outputs):
     """Return what a wrapper predicts that is used by itself, on standardised inputs."""
     x = torch.as_tensor((x - x.mean(0)) / x.std(0))
@@ -143,11 +149,8 @@ def plain(method, x, y, likelihood, outputs):
     ends = (x.shape[1], outputs) if method == "nuts" else (x.shape[1], 5, outputs)
     drops = [nn.Dropout(0.1)] if method == "dropout" else []
     layers = [layer for pair in pairwise(ends) for layer in (nn.Linear(*pair), nn.Tanh(), *drops)]
-    data = TensorDataset(x, y)
-    batches = BatchSampler(RandomSampler(data), 16, drop_last=False)
-    loader = DataLoader(data, sampler=batches, batch_size=None)
     net = nn.Sequential(*layers[: -1 - len(drops)]).double()
-    bnn = PLAIN[method](net, prior, likelihood, loader=loader)
+    bnn = PLAIN[method](net, prior, likelihood, loader=batches(x, y))
     torch.manual_seed(SEED + 1)
     count = 0 if method in ("map", "ensemble") else 32
     return bnn.predict(x, num_predictions=count, batch_size=16, link="probit")
@@ -220,11 +223,9 @@ def test_held_out_rows_choose_the_epoch_while_the_kl_comes_in():
     likelihood = HomoskedasticGaussian(180, scale=torch.ones(1), learn_scale=True)
     torch.manual_seed(SEED)
     net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    data = TensorDataset(inputs[~kept], targets[~kept])
-    batches = BatchSampler(RandomSampler(data), 16, drop_last=False)
-    loader = DataLoader(data, sampler=batches, batch_size=None)
     options = {"beta": beta, "validation": [(inputs[kept], targets[kept])]}
-    expected = mean_field(net, prior, likelihood, loader=loader, **options).state_dict()
+    options["loader"] = batches(inputs[~kept], targets[~kept])
+    expected = mean_field(net, prior, likelihood, **options).state_dict()
     for name, value in model.bnn_.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
@@ -244,11 +245,10 @@ def test_a_weight_of_the_kl_of_ones_own_is_that_of_the_whole_fit(method):
 
 
 def test_a_weight_of_the_kl_changes_no_method_without_one():
-    x, y = regression(200)
     settings = {"method": "dropout", **SHORT}
-    found = [BayesianRegressor(beta=beta, **settings).fit(x, y) for beta in (None, 1.0)]
+    found = [BayesianRegressor(beta=b, **settings).fit(*regression(200)) for b in (None, 1.0)]
     assert [model.bnn_.likelihood.dataset_size for model in found] == [180, 180]
-    np.testing.assert_array_equal(*(model.predict(x) for model in found))
+    np.testing.assert_array_equal(*(model.predict(regression()[0]) for model in found))
 
 
 # --------------------------------------------------------------------------- weights
@@ -289,15 +289,6 @@ def test_held_out_rows_have_weights_in_the_choice_and_the_temperature():
     weights[wrong] = 50.0
     assert clone(model).fit(x, y, weights).temperature_ > 1 > model.temperature_
     assert same.bnn_.likelihood.dataset_size == 180
-
-
-def test_weights_that_are_no_weights_are_errors():
-    x, y = regression()
-    with pytest.raises(ValueError, match="Negative values in data passed to `sample_weight`"):
-        BayesianRegressor(**SHORT).fit(x, y, -np.ones(40))
-    x, y = classes()
-    with pytest.raises(ValueError, match="y has only 1 class, no; expected two or more"):
-        BayesianClassifier(**SHORT).fit(x, y, y == "no")
 
 
 # --------------------------------------------------------------------------- noise
@@ -344,12 +335,9 @@ NUMBERS = {
 }
 
 
-def quick(names, *chosen):
-    """Return parameters, of which all but the chosen ones are slow."""
-    return [n if n in chosen else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
-@pytest.mark.parametrize("name", quick(NUMBERS, "friedman", "energy"))
+@pytest.mark.parametrize(
+    "name", [n if n == "friedman" else pytest.param(n, marks=pytest.mark.slow) for n in NUMBERS]
+)
 def test_mean_field_predicts_numbers_as_well_as_laplace(name):
     x, y = NUMBERS[name]()
     x, x_test, y, y_test = train_test_split(x, y, test_size=0.3, random_state=0)
@@ -380,33 +368,38 @@ def calibration_error(model, x, y):
     return float(tyxe.metrics.expected_calibration_error(probs, torch.as_tensor(y)))
 
 
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("method", quick([*METHODS][:-1], "laplace", "map"))
+def mean_error(name, make):
+    """Return the calibration error of two splits: with few rows, a single one is luck."""
+    (x, y), errors = (SETS | TABLES)[name](), []
+    for seed in range(2):
+        how = {"train_size": min(len(x) * 6 // 10, 300), "random_state": seed, "stratify": y}
+        x_fit, x_test, y_fit, y_test = train_test_split(x, y, **how)
+        errors.append(calibration_error(make(random_state=seed).fit(x_fit, y_fit), x_test, y_test))
+    return np.mean(errors)
+
+
+@cache
+def error_of_logistic_regression(name):
+    logistic = CalibratedClassifierCV(LogisticRegression(max_iter=1000), cv=5)
+    return mean_error(name, lambda **_: make_pipeline(StandardScaler(), logistic))
+
+
+QUICK = [*product(["laplace"], SETS), ("map", "moons")]
+OTHERS = [pair for pair in product([*METHODS][:-1], SETS) if pair not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [*QUICK, *(pytest.param(*o, marks=pytest.mark.slow) for o in OTHERS)]
+)
 def test_probabilities_are_as_calibrated_as_those_of_a_calibrated_regression(method, name):
-    check_calibration(method, *SETS[name]())
+    own = mean_error(name, partial(BayesianClassifier, method=method))
+    assert own <= 1.3 * error_of_logistic_regression(name)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_probabilities_by_default_are_as_calibrated_on_tables(name):
-    check_calibration("laplace", *TABLES[name]())
-
-
-def check_calibration(method, x, y):
-    errors = []
-    for seed in range(2):  # of so few held-out rows, a single split is luck
-        size = min(len(x) * 6 // 10, 300)
-        x_fit, x_test, y_fit, y_test = train_test_split(
-            x, y, train_size=size, random_state=seed, stratify=y
-        )
-        logistic = CalibratedClassifierCV(LogisticRegression(max_iter=1000), cv=5)
-        models = (
-            make_pipeline(StandardScaler(), logistic),
-            BayesianClassifier(method=method, random_state=seed),
-        )
-        fitted = [model.fit(x_fit, y_fit) for model in models]
-        errors.append([calibration_error(model, x_test, y_test) for model in fitted])
-    other, own = np.mean(errors, 0)
-    assert own <= 1.3 * other
+    own = mean_error(name, BayesianClassifier)
+    assert own <= 1.3 * error_of_logistic_regression(name)
 
 
 @pytest.mark.parametrize("method", ["map", "laplace"])
@@ -431,10 +424,9 @@ def test_each_class_is_held_out_by_its_part_and_fitted(fraction):
     model = BayesianClassifier()
     held_out = model._held_out(y, fraction, seed=3)
     assert len(held_out.unique()) == len(held_out)
-    counts = y[held_out].bincount(minlength=4)
-    assert counts[:2].tolist() == pytest.approx([100 * fraction, 50 * fraction], abs=1)
-    assert counts[2] <= 1
-    assert counts[3] == 0
+    first, second, third, last = y[held_out].bincount(minlength=4).tolist()
+    assert [first, second] == pytest.approx([100 * fraction, 50 * fraction], abs=1)
+    assert (third <= 1, last) == (True, 0)
     assert torch.equal(held_out, model._held_out(y, fraction, seed=3))
     assert not torch.equal(held_out, model._held_out(y, fraction, seed=4))
     assert not len(model._held_out(y[:9], fraction, seed=3))
@@ -445,9 +437,6 @@ def test_a_temperature_of_few_rows_is_no_extreme():
     y = torch.tensor([0, 1]).repeat(5)
     assert 0.2 < _temperature(right, y) < 1
     assert 1 < _temperature(right, 1 - y) < 5
-    weights = torch.arange(10)
-    repeated = [each.repeat_interleave(weights, 0) for each in (right, 1 - y)]
-    assert _temperature(right, 1 - y, weights) == pytest.approx(_temperature(*repeated))
     # With many rows it is that of the largest likelihood.
     torch.manual_seed(0)
     logits = 3 * torch.randn(20_000, 3)
@@ -471,16 +460,6 @@ def test_the_same_seed_predicts_the_same_and_global_generators_stay(estimator):
     assert (np.random.get_state()[1] == numbers).all()
 
 
-def test_predictions_follow_the_units_of_inputs_and_targets():
-    x, y = regression()
-    model = BayesianRegressor(**SHORT).fit(x, y)
-    other = clone(model).fit(1000 * x + 5, 1e-3 * y - 7)
-    mean, std = model.predict(x, return_std=True)
-    found = other.predict(1000 * x + 5, return_std=True)
-    np.testing.assert_allclose(found[0], 1e-3 * mean - 7, rtol=1e-6)
-    np.testing.assert_allclose(found[1], 1e-3 * std, rtol=1e-6)
-
-
 def test_without_standardising_the_net_sees_what_is_given():
     x, y = regression()
     model = BayesianRegressor(method="map", standardize=False, **SHORT).fit(x, y)
@@ -490,32 +469,25 @@ def test_without_standardising_the_net_sees_what_is_given():
     np.testing.assert_allclose(found[1], scale[:, 0].numpy(), rtol=1e-12)
 
 
-def test_the_standard_deviation_is_that_of_observations():
-    x, y = regression()
-    targets = np.stack([y, -100 * y], 1)
-    model = BayesianRegressor(method="map", **SHORT).fit(x, targets)
-    _, std = model.predict(x, return_std=True)
-    noise = model.bnn_.likelihood.scale.detach().numpy() * targets.std(0)
-    np.testing.assert_allclose(std, np.broadcast_to(noise, std.shape), rtol=1e-6)
-
-
 def test_samples_have_the_moments_of_the_prediction():
-    x, y = regression()
-    model = BayesianRegressor(**SHORT).fit(x, y)
-    mean, std = model.predict(x[:5], return_std=True)
-    samples, count = model.sample_y(x[:5], 4000), 4000
+    model = BayesianRegressor(**SHORT).fit(*regression())
+    x, count = regression()[0][:5], 4000
+    mean, std = model.predict(x, return_std=True)
+    samples = model.sample_y(x, count)
     assert samples.shape == (5, count)
     # Four standard errors of the mean, and of the variance, of a Normal's samples.
     assert (np.abs(samples.mean(1) - mean) < 4 * std / count**0.5).all()
     assert (np.abs(samples.var(1) / std**2 - 1) < 4 * (2 / count) ** 0.5).all()
-    x, y = classes()
-    model = BayesianClassifier(method="map", **SHORT).fit(x, y)
-    probability, count = model.predict_proba(x[:5])[:, 1], 1000
-    samples = model.sample_y(x[:5], count)
+
+
+def test_samples_of_classes_have_their_probabilities():
+    model = BayesianClassifier(method="map", **SHORT).fit(*classes())
+    x, count = classes()[0][:5], 1000
+    probability, samples = model.predict_proba(x)[:, 1], model.sample_y(x, count)
     assert set(samples.ravel()) == {"no", "yes"}
     error = (probability * (1 - probability) / count) ** 0.5
     assert (np.abs((samples == "yes").mean(1) - probability) < 4 * error).all()
-    assert model.sample_y(x[:5]).shape == (5, 1)
+    assert model.sample_y(x).shape == (5, 1)
 
 
 def test_intervals_are_quantiles_of_the_prediction_in_units_of_y():
@@ -530,11 +502,6 @@ def test_intervals_are_quantiles_of_the_prediction_in_units_of_y():
         error = 4 * (tail * (1 - tail) / 1000 / len(x)) ** 0.5 / density
         for end in ((upper - mean) / std, (mean - lower) / std):
             np.testing.assert_allclose(end.mean(0), quantile, atol=error)
-    again = model.predict_interval(x, 0.5)
-    assert (again[0] == lower).all()
-    assert (again[1] == upper).all()
-    inside = (lower <= y[:, None]) & (y[:, None] <= upper)
-    assert 0.2 < inside[:, 0].mean() < 0.8
     with pytest.raises(ValueError, match="level is 90; expected a number above 0 and below 1"):
         model.predict_interval(x, 90)
 
@@ -557,15 +524,13 @@ def test_auto_is_cuda_where_there_is_one(monkeypatch):
             moved.append(device)
             return self
 
-    x, y = regression()
     model = BayesianRegressor(net=Net, device="auto", method="map", **SHORT)
     for available, expected in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
         assert model._place() == expected
-    model.fit(x, y)
-    assert moved == ["cpu"]
-    clone(model).set_params(device=None).fit(x, y)
-    assert moved == ["cpu"]
+    for device in ("auto", None):
+        clone(model).set_params(device=device).fit(*regression())
+        assert moved == ["cpu"]
 
 
 # --------------------------------------------------------------------------- in scikit-learn
@@ -588,6 +553,15 @@ def test_a_grid_search_in_processes_and_threads_is_that_of_one(backend):
     np.testing.assert_allclose(scores[1], scores[0], rtol=1e-9)
 
 
+def assert_weights_repeat(scorer, model, x, y):
+    """A score with weights is that of repeated rows, and another than without them."""
+    weights = np.arange(len(x))
+    found = scorer(model, x, y, sample_weight=weights)
+    expected = scorer(model, np.repeat(x, weights, 0), np.repeat(y, weights, 0))
+    assert found == pytest.approx(expected)
+    assert found != pytest.approx(scorer(model, x, y))
+
+
 def test_scores_of_regressors_are_those_of_their_normals():
     x, y = regression()
     for targets in (y, np.stack([y, 3 - 100 * y], 1)):
@@ -598,30 +572,17 @@ def test_scores_of_regressors_are_those_of_their_normals():
         assert neg_nll(pipeline, x, targets) == pytest.approx(-float(each.mean()))
         crps = float(tyxe.metrics.crps_gaussian(mean, std, torch.as_tensor(targets)))
         assert neg_crps(pipeline, x, targets) == pytest.approx(-crps)
-        weights = np.arange(len(x))
-        repeated = np.repeat(x, weights, 0), np.repeat(targets, weights, 0)
-        for scorer in (neg_nll, neg_crps):
-            found = scorer(pipeline, x, targets, sample_weight=weights)
-            assert found == pytest.approx(scorer(pipeline, *repeated))
-            assert found != pytest.approx(scorer(pipeline, x, targets))
-        found = pipeline.score(x, targets, sample_weight=weights)
-        assert found == pytest.approx(pipeline.score(*repeated))
-        assert found != pytest.approx(pipeline.score(x, targets))
+        for scorer in (neg_nll, neg_crps, type(pipeline).score):
+            assert_weights_repeat(scorer, pipeline, x, targets)
 
 
-def test_the_score_of_a_classifier_is_its_log_loss_and_has_weights():
+def test_the_score_of_a_classifier_is_its_log_loss():
     x, y = classes()
     model = BayesianClassifier(method="map", **SHORT).fit(x, y)
-    probs = torch.as_tensor(model.predict_proba(x))
-    assert neg_nll(model, x, y) == pytest.approx(
-        -float(tyxe.metrics.nll(probs, torch.as_tensor(y == "yes").long()))
-    )
-    weights = np.arange(len(x))
-    repeated = np.repeat(x, weights, 0), np.repeat(y, weights, 0)
+    probs, codes = torch.as_tensor(model.predict_proba(x)), torch.as_tensor(y == "yes").long()
+    assert neg_nll(model, x, y) == pytest.approx(-float(tyxe.metrics.nll(probs, codes)))
     for scorer in (neg_nll, BayesianClassifier.score):
-        found = scorer(model, x, y, sample_weight=weights)
-        assert found == pytest.approx(scorer(model, *repeated))
-        assert found != pytest.approx(scorer(model, x, y))
+        assert_weights_repeat(scorer, model, x, y)
     with pytest.raises(TypeError, match=r"BayesianClassifier predicts classes; .* use neg_nll"):
         neg_crps(model, x, y)
 
@@ -681,3 +642,11 @@ def test_a_fit_that_fails_leaves_the_earlier_one(settings, error, message):
         model.set_params(**settings).fit(x, y)
     model.set_params(batch_size=16)
     assert (model.predict(x) == before).all()
+
+
+def test_weights_that_are_no_weights_are_errors():
+    with pytest.raises(ValueError, match="Negative values in data passed to `sample_weight`"):
+        BayesianRegressor(**SHORT).fit(*regression(), -np.ones(40))
+    x, y = classes()
+    with pytest.raises(ValueError, match="y has only 1 class, no; expected two or more"):
+        BayesianClassifier(**SHORT).fit(x, y, y == "no")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import tyxe
+from tests.oracles.nets import ReadLast
 from tyxe.poutine import flipout, local_reparameterization, variational_laplace
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -69,17 +70,8 @@ def halves(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(inputs.split(2), targets.split(2), strict=True))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
 def lstm() -> Model:
-    return Model(Recurrent(), halves(torch.randn(SIZE, 6, 3), labels()))
+    return Model(ReadLast(nn.LSTM, 3, 5, CLASSES), halves(torch.randn(SIZE, 6, 3), labels()))
 
 
 class Encoded(nn.Module):
@@ -160,16 +152,10 @@ def of_texts(net: nn.Module, **options: Any) -> Model:
     return Model(net, texts.batches(data, 2), "logits", unpack, **options)
 
 
-def bert() -> Model:
+def text_model(name: str) -> Model:
     from tests.integrations import texts
 
-    return of_texts(texts.bert())
-
-
-def gpt2() -> Model:
-    from tests.integrations import texts
-
-    return of_texts(texts.gpt2())
+    return of_texts(getattr(texts, name)())
 
 
 def lora() -> Model:
@@ -220,8 +206,8 @@ ROWS: dict[str, tuple[Callable[[], Model], tuple[str, ...]]] = {
     "LR-ASPP, segmentation (torchvision)": (lraspp, ("torchvision",)),
     "box head of a detector (torchvision)": (box_head, ("torchvision",)),
     "ViT (timm)": (timm_vit, ("timm",)),
-    "BERT (transformers)": (bert, ("transformers",)),
-    "GPT-2 (transformers)": (gpt2, ("transformers",)),
+    "BERT (transformers)": (functools.partial(text_model, "bert"), ("transformers",)),
+    "GPT-2 (transformers)": (functools.partial(text_model, "gpt2"), ("transformers",)),
     "LoRA of BERT (peft)": (lora, ("transformers", "peft")),
     "GCN (PyTorch Geometric)": (graph, ("torch_geometric",)),
     "neural ODE (torchdiffeq)": (ode, ("torchdiffeq",)),

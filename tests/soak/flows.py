@@ -63,6 +63,26 @@ class Flow(NamedTuple):
     def __call__(self, place: Place) -> collections.Counter[str]:
         return WRAPPERS[self.wrapper](self, place)
 
+    @property
+    def data(self) -> parts.Data:
+        return parts.LIKELIHOODS[self.likelihood]
+
+    def make(self, place: Place) -> Any:
+        """Return the BNN, there."""
+        net, likelihood = make_net(self.data.width).to(place.device), self.data.likelihood(N)
+        if self.wrapper == "PytorchBNN":
+            return tyxe.PytorchBNN(net, NORMAL, GUIDES[self.guide])
+        if self.wrapper == "LaplaceBNN":
+            options = dict(zip(("structure", "curvature"), self.guide.split(), strict=True))
+            return tyxe.LaplaceBNN(net, NORMAL, likelihood, **options)
+        if self.wrapper == "MCMC_BNN":
+            return tyxe.MCMC_BNN(net, NORMAL, likelihood, parts.KERNELS[self.guide])
+        prior: Any = NORMAL
+        if self.guide.startswith("AutoBernoulli"):
+            prior = priors.BinaryPrior(hide_module_types=[nn.BatchNorm1d])
+        own = autoguide.AutoNormal if "inferred" in self.likelihood else None
+        return tyxe.VariationalBNN(net, prior, likelihood, GUIDES[self.guide], own)
+
 
 def _handler(name: str, place: Place) -> Any:
     if name == "mask":
@@ -122,13 +142,13 @@ def _predict(bnn: Any, x: Tensor, y: Tensor, lazy: bool, place: Place) -> None:
         torch.testing.assert_close(again.cpu(), whole.cpu(), rtol=1e-4, atol=1e-5)
 
 
-def _reload(bnn: Any, make: Callable[[], Any], x: Tensor, place: Place) -> None:
+def _reload(bnn: Any, flow: Flow, x: Tensor, place: Place) -> None:
     """Assert that a state goes to the host and back."""
     state = {
         name: value.cpu() if isinstance(value, Tensor) else value
         for name, value in bnn.state_dict().items()
     }
-    other = make()
+    other = flow.make(place)
     other.load_state_dict(state)
     assert_there(other(x), place)
     bnn.to("cpu")
@@ -137,16 +157,7 @@ def _reload(bnn: Any, make: Callable[[], Any], x: Tensor, place: Place) -> None:
 
 
 def _variational(flow: Flow, place: Place) -> collections.Counter[str]:
-    likely = parts.LIKELIHOODS[flow.likelihood]
-    binary = flow.guide.startswith("AutoBernoulli")
-    prior = priors.BinaryPrior(hide_module_types=[nn.BatchNorm1d]) if binary else NORMAL
-
-    def make() -> tyxe.VariationalBNN:
-        net = make_net(likely.width).to(place.device)
-        own = autoguide.AutoNormal if "inferred" in flow.likelihood else None
-        return tyxe.VariationalBNN(net, prior, likely.likelihood(N), GUIDES[flow.guide], own)
-
-    bnn, loader = make(), _Steps(make_batches(likely, place), place)
+    bnn, loader = flow.make(place), _Steps(make_batches(flow.data, place), place)
     with _handler(flow.handler, place):
         bnn.fit(loader, ADAM, 1)
         bnn.fit(loader.batches, pyro.optim.Adam({"lr": 1e-3}), 1, num_particles=2, clip_norm=1.0)
@@ -157,52 +168,39 @@ def _variational(flow: Flow, place: Place) -> collections.Counter[str]:
     if flow.guide == "AutoNormal":
         assert_there(bnn.predict(x, num_predictions=3, predictive="glm"), place)
         bnn.update_prior(priors.DictPrior(bnn.net_guide.get_detached_distributions()))
-    other = make()
+    other = flow.make(place)
     other.load_checkpoint(bnn.checkpoint())
     with _handler(flow.handler, place):
         other.fit(loader.batches, pyro.optim.Adam({"lr": 1e-3}), 1)
     assert_there(bnn.to_module()(x), place)
-    _reload(bnn, make, x, place)
+    _reload(bnn, flow, x, place)
     return loader.reads
 
 
 def _laplace(flow: Flow, place: Place) -> collections.Counter[str]:
-    likely = parts.LIKELIHOODS[flow.likelihood]
-    structure, curvature = flow.guide.split()
-
-    def make() -> tyxe.LaplaceBNN:
-        return tyxe.LaplaceBNN(
-            make_net(likely.width).to(place.device),
-            NORMAL,
-            likely.likelihood(N),
-            structure=structure,
-            curvature=curvature,
-        )
-
-    bnn, loader = make(), _Steps(make_batches(likely, place), place)
+    bnn, loader = flow.make(place), _Steps(make_batches(flow.data, place), place)
     bnn.fit(loader, ADAM, 1)
     bnn.fit_curvature(loader.batches)
     assert_there(bnn.log_marginal_likelihood(), place)
     bnn.optimize_prior_precision(num_steps=3)
-    bnn.optimize_prior_precision("grid", loader.batches, grid=[0.5, 2.0])
     x, y = loader.batches[0]
     for predictive in ("glm", "bnn"):
-        assert_there(bnn.predict(x, num_predictions=3, predictive=predictive), place)
         assert_there(bnn.evaluate(x, y, num_predictions=3, predictive=predictive), place)
-    assert_there(bnn.functional_variance(x), place)
-    bnn.fit_gp(loader.batches)
-    assert_there(bnn.predict(x, predictive="gp"), place)
-    _reload(bnn, make, x, place)
+    _of_curvature(bnn, loader.batches, x, place)
+    _reload(bnn, flow, x, place)
     return loader.reads
 
 
+def _of_curvature(bnn: Any, batches: list[Pair], x: Tensor, place: Place) -> None:
+    bnn.optimize_prior_precision("grid", batches, grid=[0.5, 2.0])
+    bnn.fit_gp(batches)
+    for predictive in ("glm", "bnn", "gp"):
+        assert_there(bnn.predict(x, num_predictions=3, predictive=predictive), place)
+    assert_there(bnn.functional_variance(x), place)
+
+
 def _pytorch(flow: Flow, place: Place) -> collections.Counter[str]:
-    likely = parts.LIKELIHOODS[flow.likelihood]
-
-    def make() -> tyxe.PytorchBNN:
-        return tyxe.PytorchBNN(make_net(likely.width).to(place.device), NORMAL, GUIDES[flow.guide])
-
-    bnn, loader = make(), _Steps(make_batches(likely, place), place)
+    bnn, loader = flow.make(place), _Steps(make_batches(flow.data, place), place)
     optimizer = ADAM([p for p in bnn.parameters() if p.requires_grad])
     for x, _ in loader:
         optimizer.zero_grad()
@@ -212,59 +210,39 @@ def _pytorch(flow: Flow, place: Place) -> collections.Counter[str]:
     with bnn.hold_sample():
         assert_there(bnn(x), place)
     assert_there(bnn.predict(x, num_predictions=2), place)
-    _reload(bnn, make, x, place)
+    _reload(bnn, flow, x, place)
     return loader.reads
 
 
 def _mcmc(flow: Flow, place: Place) -> collections.Counter[str]:
-    likely = parts.LIKELIHOODS[flow.likelihood]
-    net = make_net(likely.width).to(place.device)
-    bnn = tyxe.MCMC_BNN(net, NORMAL, likely.likelihood(N), parts.KERNELS[flow.guide])
-    batches = make_batches(likely, place)
+    bnn, batches = flow.make(place), make_batches(flow.data, place)
     bnn.fit(batches, num_samples=3, warmup_steps=2, progress=False)
     _predict(bnn, *batches[0], False, place)
     return collections.Counter()
 
 
-def _bnn_there(wrapper: str, likely: parts.Data, place: Place) -> Any:
-    def variational(_: int = 0) -> tyxe.VariationalBNN:
-        net = make_net(likely.width).to(place.device)
-        return tyxe.VariationalBNN(net, NORMAL, likely.likelihood(N), tyxe.guides.AutoNormal)
-
-    if wrapper == "VariationalBNN":
-        return variational()
-    if wrapper == "EnsembleBNN":
-        return tyxe.EnsembleBNN(variational, 2)
-    net = make_net(likely.width).to(place.device)
-    if wrapper == "MCMC_BNN":
-        return tyxe.MCMC_BNN(net, NORMAL, likely.likelihood(N), parts.KERNELS["samplers HMC"])
-    return tyxe.LaplaceBNN(net, NORMAL, likely.likelihood(N), structure="kron")
-
-
 def batches_of_the_host(wrapper: str, place: Place) -> None:
     """Fit, predict, score, calibrate and diagnose a BNN that is there by batches that are not."""
-    likely = parts.LIKELIHOODS["classes"]
-    bnn = _bnn_there(wrapper, likely, place)
-    (x, y), *_ = batches = make_batches(likely, Device(torch.device("cpu")))
+    guide = {"LaplaceBNN": "kron ggn", "MCMC_BNN": "samplers HMC"}.get(wrapper, "AutoNormal")
+    flow = Flow(wrapper, guide, "none", "classes")
+    bnn = flow.make(place)
+    if wrapper == "EnsembleBNN":
+        bnn = tyxe.EnsembleBNN(lambda _: flow.make(place), 2)
+    (x, y), *_ = batches = make_batches(flow.data, Device(torch.device("cpu")))
     if wrapper == "MCMC_BNN":
         bnn.fit(batches, 4, warmup_steps=1, progress=False)
     else:
         bnn.fit(batches, ADAM, 1, validation=batches)
-    assert_there(bnn.predict(x, num_predictions=2), place)
-    assert_there(bnn.predict(batches, num_predictions=2), place)
-    assert_there(bnn.evaluate(x, y, num_predictions=2), place)
-    assert_there(bnn.evaluate(batches, num_predictions=2), place)
+    for inputs, data in (((x,), (x, y)), ((batches,), (batches,))):
+        assert_there(bnn.predict(*inputs, num_predictions=2), place)
+        assert_there(bnn.evaluate(*data, num_predictions=2), place)
     assert "error" in tyxe.diagnostics.scores(bnn, batches, num_predictions=2)
     sets = tyxe.calibration.SplitConformal(level=0.5).wrap(bnn, batches, num_predictions=2)
     assert_there(sets.predict(x), place)
     assert str(tyxe.diagnostics.diagnose(bnn, batches, batches, num_predictions=2))
     if wrapper == "LaplaceBNN":
         bnn.fit_curvature(batches)
-        bnn.optimize_prior_precision("grid", batches, grid=[0.5, 2.0])
-        assert_there(bnn.functional_variance(x), place)
-        assert_there(bnn.predict(x, predictive="glm"), place)
-        bnn.fit_gp(batches)
-        assert_there(bnn.predict(x, predictive="gp"), place)
+        _of_curvature(bnn, batches, x, place)
 
 
 def calibrate_by_targets_of_the_host(place: Place) -> None:

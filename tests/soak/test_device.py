@@ -8,16 +8,12 @@ import pytest
 import torch
 
 import tyxe
-from tests.oracles.architectures import N
-from tests.soak import parts
 from tests.soak.flows import (
     FLOWS,
-    NORMAL,
     Flow,
     batches_of_the_host,
     calibrate_by_targets_of_the_host,
     make_batches,
-    make_net,
 )
 from tests.soak.pretend import DEVICE, DeviceMismatch, pretend
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
@@ -125,6 +121,9 @@ def test_an_accelerators_generator_is_saved_and_put_back():
 def test_a_state_of_an_accelerator_is_no_use_to_the_cpu_alone(monkeypatch):
     with pretend():
         state = torch_rng()
+        with monkeypatch.context() as patch:  # a device that is not in use is not started
+            patch.setattr(torch.pretend, "is_initialized", lambda: False)
+            assert len(torch_rng()) == 1
     expected = torch.rand(3)
     assert len(state) == 2
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -133,18 +132,11 @@ def test_a_state_of_an_accelerator_is_no_use_to_the_cpu_alone(monkeypatch):
     assert len(torch_rng()) == 1
 
 
-def test_a_device_that_is_not_in_use_is_not_started(monkeypatch):
-    with pretend():
-        monkeypatch.setattr(torch.pretend, "is_initialized", lambda: False)
-        assert len(torch_rng()) == 1
-
-
 def test_samples_go_to_a_file_of_the_host(tmp_path: Path) -> None:
-    likely = parts.LIKELIHOODS["Gaussian, inferred"]
+    flow = Flow("MCMC_BNN", "samplers HMC", "none", "Gaussian, inferred")
     with pretend() as host:
-        net = make_net(likely.width).to(DEVICE)
-        bnn = tyxe.MCMC_BNN(net, NORMAL, likely.likelihood(N), parts.KERNELS["samplers HMC"])
-        (x, _), *_ = batches = make_batches(likely, host)
+        bnn = flow.make(host)
+        (x, _), *_ = batches = make_batches(flow.data, host)
         bnn.fit(batches, 5, warmup_steps=1, file=tmp_path / "samples", progress=False)
         assert bnn.samples["net.0.weight"].device.type == "cpu"
         assert bnn.predict(x, num_predictions=4)[0].device == DEVICE

@@ -20,25 +20,24 @@ from tests.soak.uses import equal
 
 THREADS = 16
 
-Job = Callable[[Any, Tensor, Tensor], Any]
-
+Job = Callable[[Any], Any]
 
 # Without draws: the same to the bit in every thread.
 EXACT: dict[str, Job] = {
-    "centre": lambda bnn, x, y: bnn.predict(x, num_predictions=0),
-    "centre, cut": lambda bnn, x, y: bnn.predict(x, num_predictions=0, batch_size=5),
-    "scores": lambda bnn, x, y: bnn.evaluate(x, y, num_predictions=0),
-    "module": lambda bnn, x, y: bnn.to_module()(x).detach(),
+    "centre": lambda bnn: bnn.predict(X, num_predictions=0),
+    "centre, cut": lambda bnn: bnn.predict(X, num_predictions=0, batch_size=5),
+    "scores": lambda bnn: bnn.evaluate(X, Y, num_predictions=0),
+    "module": lambda bnn: bnn.to_module()(X).detach(),
 }
 # With draws: finite, and of the shape that one thread gets.
 DRAWN: dict[str, Job] = {
-    "draws": lambda bnn, x, y: bnn.predict(x, num_predictions=3),
-    "draws, apart": lambda bnn, x, y: bnn.predict(x, num_predictions=2, aggregate=False),
-    "draws, at once": lambda bnn, x, y: bnn.predict(x, num_predictions=2, vectorize=True),
-    "scores of draws": lambda bnn, x, y: bnn.evaluate(x, y, num_predictions=2, reduction="none"),
-    "samples": lambda bnn, x, y: bnn.sample_predictive(x, num_samples=2),
-    "forward": lambda bnn, x, y: bnn(x).detach(),
-    "module of a draw": lambda bnn, x, y: bnn.to_module(sample=True)(x).detach(),
+    "draws": lambda bnn: bnn.predict(X, num_predictions=3),
+    "draws, apart": lambda bnn: bnn.predict(X, num_predictions=2, aggregate=False),
+    "draws, at once": lambda bnn: bnn.predict(X, num_predictions=2, vectorize=True),
+    "scores of draws": lambda bnn: bnn.evaluate(X, Y, num_predictions=2, reduction="none"),
+    "samples": lambda bnn: bnn.sample_predictive(X, num_samples=2),
+    "forward": lambda bnn: bnn(X).detach(),
+    "module of a draw": lambda bnn: bnn.to_module(sample=True)(X).detach(),
 }
 
 
@@ -47,20 +46,14 @@ class Subject:
 
     def __init__(self, wrapper: str) -> None:
         self.wrapper = wrapper
-        self.x, self.y = X, Y
         # In train mode, a forward of the user's changes the statistics of norms.
         self.bnn = fitted(wrapper).eval()
-        self.exact, self.drawn = EXACT, DRAWN
+        self.jobs = EXACT | DRAWN
         if wrapper == "PytorchBNN":  # which has no likelihood
-            self.exact = {"module": EXACT["module"]}
-            forward, module = DRAWN["forward"], DRAWN["module of a draw"]
-            self.drawn = {
-                "draws": lambda bnn, x, y: bnn.predict(x, num_predictions=2),
-                "forward": forward,
-                "module of a draw": module,
+            self.jobs = {
+                n: self.jobs[n] for n in ("module", "draws", "forward", "module of a draw")
             }
-        jobs = self.exact | self.drawn
-        self.expected = {name: job(self.bnn, self.x, self.y) for name, job in jobs.items()}
+        self.expected = {name: job(self.bnn) for name, job in self.jobs.items()}
         self.before = self.state()
 
     def state(self) -> dict[str, Any]:
@@ -72,9 +65,8 @@ class Subject:
 
     def call(self, name: str) -> str | None:
         """Make a call, and say what is wrong with what it returns."""
-        jobs = self.exact | self.drawn
-        found, expected = jobs[name](self.bnn, self.x, self.y), self.expected[name]
-        if name in self.exact:
+        found, expected = self.jobs[name](self.bnn), self.expected[name]
+        if name in EXACT:
             return None if equal(found, expected) else "differs from that of one thread"
         pairs = list(zip(_flat(found), _flat(expected), strict=True))
         if any(one.shape != other.shape for one, other in pairs):
