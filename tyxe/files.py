@@ -82,7 +82,7 @@ def _become(path: Path, earlier: os.stat_result) -> None:
 
 def _whole(value: Any) -> Any:
     """Return a tensor with memory for its numbers and no others; other values as they are."""
-    return value.detach().clone(memory_format=torch.contiguous_format) if _lack(value) else value
+    return value.detach().clone() if _lack(value) else value  # which keeps the order of dimensions
 
 
 def _lack(value: Any) -> int:
