@@ -58,7 +58,7 @@ def clipped_eigh(factor: Tensor, what: str) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(factor.double())
     # Elements are sums over thousands of points, whose rounding a small side has as well.
     steps, numbers = max(100, len(values)), torch.finfo(factor.dtype)
-    least, most = values[[0, -1]].tolist()
+    least, most = torch.stack([values[0], values[-1]]).cpu().tolist()
     # Below the smallest normal number the spacing is no finer: factors of a net that died.
     if least < -steps * numbers.eps * max(-least, most, numbers.smallest_normal):
         raise ValueError(
