@@ -4,13 +4,14 @@ import gc
 import io
 import random
 import signal
+from contextlib import nullcontext
 
 import pyro
 import pytest
 import torch
 
 import tyxe
-from tests.soak import alarms, corruption, threads
+from tests.soak import alarms, corruption, tasks, threads
 from tests.soak.arguments import BAD, Call, attempt, is_obscure
 from tests.soak.corruption import DAMAGES, SEAL, damaged
 from tests.soak.test_verdict import caught
@@ -41,6 +42,12 @@ def test_sixteen_threads_get_the_numbers_of_one():
     found = threads.run(3, seed=0)
     assert found["calls"] == 3 * 16 * 4
     assert found["found"] == []
+
+
+def test_tasks_get_what_is_their_own(monkeypatch):
+    assert tasks.run(2, seed=0) == {"seed": 0, "tasks": 32, "looks": 96, "faults": 0, "found": []}
+    monkeypatch.setattr(tyxe.PytorchBNN, "hold_sample", nullcontext)
+    assert "a held draw: draws differ" in tasks.run(1, seed=0)["found"]
 
 
 def test_a_wrong_number_and_what_threads_have_left_behind_are_found():
