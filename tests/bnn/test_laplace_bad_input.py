@@ -113,7 +113,7 @@ def test_a_likelihood_that_is_not_finite_has_no_evidence():
 ROWS = torch.arange(15).repeat(2)
 REFUSED = [
     (lambda bnn, x, y: bnn.fit_curvature([(x, y + 3)]), "targets lie outside"),
-    (lambda bnn, x, y: bnn.fit_curvature((x, y)), r"is a tuple, of data and.* \[\(x, y\)\]"),
+    (lambda bnn, x, y: bnn.fit_curvature((x, y)), r"is a tuple, and no loader.* \[\(x, y\)\]"),
     (lambda bnn, x, y: bnn.fit_curvature([(x[ROWS], y[ROWS])]), "30 points.*dataset_size=15"),
     (lambda bnn, x, y: bnn.log_marginal_likelihood(noise=1.0), "that of a HomoskedasticGaussian"),
     (lambda bnn, x, y: bnn.optimize_prior_precision([(x, y)]), "one of 'evidence', 'grid'"),

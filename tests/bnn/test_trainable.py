@@ -2,14 +2,17 @@
 
 from contextlib import nullcontext
 
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tyxe
 from tests.oracles.bnns import ADAM, HIDE_NORMS, NORMAL, mean_field, mlp, two_layers
 from tests.oracles.nets import KindAndSize, kind_and_size
 from tests.oracles.predictions import seeded
+from tyxe.bnn.checks import are_finite
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 X, Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
@@ -216,6 +219,32 @@ def test_gradients_of_inputs_that_are_not_finite_are_looked_at(kind):
     found = [p.grad for p in module.parameters() if p.grad is not None]
     assert found
     assert all(bool(g.isfinite().all()) for g in found)
+
+
+class Reentrant(Masked):
+    """A net whose hidden part takes no other backward than its own."""
+
+    def forward(self, x, mask):
+        x = checkpoint(self.body[0], x, use_reentrant=True)
+        return self.body[1:](x) * mask.softmax(-1).sum(-1, keepdim=True)
+
+
+def test_infinite_inputs_beside_a_reentrant_checkpoint_and_of_frozen_parts():
+    mask = torch.zeros(20, 4)
+    mask[:, 2] = -float("inf")
+    names = ["body.0.weight", "body.0.bias"]
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide=names)
+    bnn = tyxe.VariationalBNN(Reentrant(), prior, Categorical(20), tyxe.guides.AutoNormal)
+    x = X.clone().requires_grad_()
+    assert tyxe.Trainable(bnn)(((x, mask), Y)).isfinite()
+    frozen = dropout(Masked()).requires_grad_(False)
+    assert tyxe.Trainable(frozen)(((X, mask), Y)).isfinite()
+
+
+def test_large_numbers_in_half_precision_are_finite():
+    sparse = torch.zeros(2, 3).to_sparse()
+    assert are_finite((torch.full((64, 4), 1e4).half(), torch.arange(3), sparse))
+    assert not are_finite(torch.tensor([1.0, float("-inf")]))
 
 
 @pytest.mark.parametrize("beta", [-1.0, float("nan"), float("inf")])

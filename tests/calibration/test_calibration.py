@@ -137,6 +137,14 @@ def test_targets_that_are_nan_do_not_count(make):
     found, expected = make().fit((mean, scale), y), make().fit((mean[kept], scale[kept]), y[kept])
     apart = torch.randn(5, 1), torch.rand(5, 1)
     torch.testing.assert_close(found.predict(apart), expected.predict(apart))
+    with pytest.raises(ValueError, match=r"no target is known|there are 0"):
+        make().fit((mean, scale), y * torch.nan)
+
+
+def test_missing_numbers_are_left_out_of_coverage():
+    ends, y = torch.ones(4, 2), torch.tensor([[0.0, 0.0], [torch.nan, 9.0], [torch.nan, 0.0]])
+    y = torch.cat([y, torch.full((1, 2), torch.nan)])
+    assert tyxe.calibration.coverage((-ends, ends), y) == pytest.approx(2 / 3)
 
 
 # --- BNNs ---------------------------------------------------------------------------------------

@@ -212,6 +212,7 @@ X, Y = regression(8)
         (lambda: CVPlus(least_squares, 0.9, folds=None).fit(X, Y), "y has 8 points; expected 9 or"),
         (lambda: CVPlus(least_squares, 0.8).fit(X, Y), "expected 10 or more"),
         (lambda: CVPlus(of_columns, 0.5, 2).fit(X, Y[:, 0]), "shape"),
+        (lambda: CVPlus(least_squares, 0.5, 2).fit(X, Y * torch.nan), r"fit\(x\[kept\], y"),
         (lambda: CVPlus(least_squares, folds=1), "folds"),
         (lambda: CVPlus(least_squares).predict(X), "not fitted"),
     ],

@@ -234,6 +234,16 @@ def test_targets_that_are_nan_are_missing(numbers):
         torch.testing.assert_close(metric(*parts, weights=weights), metric(*rest, **how))
 
 
+@pytest.mark.parametrize("metric", [metrics.gaussian_nll, metrics.crps_gaussian])
+def test_missing_targets_have_no_gradients_and_are_left_out_when_compiled(metric):
+    y, scale = torch.tensor([0.0, torch.nan, 3.0]), torch.ones(3)
+    mean = torch.zeros(3, requires_grad=True)
+    metric(mean, scale, y).backward()
+    assert bool(mean.grad.isfinite().all())
+    compiled = torch.compile(metric, backend="eager")
+    torch.testing.assert_close(compiled(mean.detach(), scale, y), metric(mean.detach(), scale, y))
+
+
 @pytest.mark.parametrize(("metric", "given"), OF_NUMBERS)
 def test_a_weight_of_two_is_the_point_twice_for_numbers(metric, given, numbers):
     count = torch.arange(N) % 3

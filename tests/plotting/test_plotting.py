@@ -125,7 +125,7 @@ def test_quantiles_of_calibrated_predictions_lie_on_the_diagonal():
     ax = plotting.qq(metrics.gaussian_pit(0 * y, 2.0, y), label="wide")
     expected, found = ax.lines[-1].get_data()
     assert np.polyfit(expected, found, 1)[0] == pytest.approx(0.5, abs=0.02)
-    assert len(plotting.qq(torch.tensor([0.0, 0.5, 1.0])).lines[-1].get_xdata()) == 1
+    assert len(plotting.qq(torch.tensor([0.0, 0.5, torch.nan, 1.0])).lines[-1].get_xdata()) == 1
     assert legend_texts(ax) == ["wide"]
 
 

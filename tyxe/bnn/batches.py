@@ -133,9 +133,8 @@ def check_iterable(loader: Any, name: str = "data_loader") -> None:
     expected = "an iterable of (inputs, targets), such as a torch.utils.data.DataLoader or [(x, y)]"
     check.one_of(name, loader, Iterable, expected)
     parts = loader if isinstance(loader, tuple) else [loader]
-    if isinstance(loader, Mapping) or any(hasattr(part, "__array__") for part in parts):
-        given = described(loader)
-        raise TypeError(f"{name} is {given}, of data and not of batches; expected {expected}")
+    if isinstance(loader, Mapping) or any(hasattr(type(part), "__array__") for part in parts):
+        raise TypeError(f"{name} is {described(loader)}, and no loader; expected {expected}")
 
 
 def _checked(batch: Any, device: Any) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@ from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.linalg.lanczos import logdet_by_quadrature
 from tyxe.priors import DictPrior
 from tyxe.processes import all_or_none, check_group, shared
-from tyxe.rng import RandomStream
+from tyxe.rng import RandomStream, fresh_seed
 from tyxe.threads import as_before, exclusive
 from tyxe.util import outside_inference
 
@@ -434,10 +434,12 @@ def estimate_evidence(
             return precision.whiten(state.weight * image + prior.matmul(w))
 
         # Independent signs have the smallest variance.
-        probes = torch.randn(num_probes, len(state.loc), device="cpu").sign()
+        seed = fresh_seed()
         if process_group is not None:
-            probes = shared(probes, 0, process_group)
-        probes = probes.to(state.loc)
+            seed = shared(seed, 0, process_group)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        size = num_probes, len(state.loc)
+        probes = torch.randn(size, generator=generator, device="cpu").to(state.loc).sign()
         found = logdet_by_quadrature(relative, probes, num_steps)
     error = found.std() / (2 * math.sqrt(num_probes))
     return (evidence - found.mean() / 2).detach(), error.detach()

@@ -200,7 +200,7 @@ class MCMC_BNN(SamplePosterior):
         is_masked = masked_targets(self.likelihood.data_name, targets) is not targets
         if is_masked and not by_batch:
             data = data[0], self.likelihood.observed(targets)
-        remedy = check.memory_remedy("the chains", "take fewer, or a kernel of mini-batches")
+        remedy = check.memory_remedy("the chains", "take fewer, or smaller batches of data")
         with fitting(self, train=by_batch), prior_fixed(self), remedy:
             check_one_batch(self, self.net_prior, *data)
             points = None if by_batch else points_of(self, data[1])
@@ -349,8 +349,9 @@ class MCMC_BNN(SamplePosterior):
         mcmc = MCMC(kernel, num_samples, **options)
         try:
             mcmc.run(*data)
-        except ValueError:
-            check_is_finite(data[0])  # of which Pyro says that there is no start
+        except ValueError as error:
+            if "initial params" in str(error):  # which Pyro has not found
+                check_is_finite(data[0])
             raise
         self._take(mcmc.get_samples(group_by_chain=True))
         return mcmc

@@ -64,8 +64,8 @@ class Trainable(Objective):
         TypeError: the BNN is not fitted in steps.
         ValueError: `beta` is negative or not finite; in a forward, targets that do not fit the
             likelihood, or more points than `dataset_size`.
-        RuntimeError: in a forward, a loss that is not finite, or a gradient of inputs that are not.
-            Norm statistics are not changed then.
+        RuntimeError: in a forward, a loss that is not finite, or infinite inputs with gradients
+            that are not. Norm statistics are not changed then.
 
     Example:
         >>> import torch, pyro.distributions as dist, tyxe
@@ -143,14 +143,20 @@ class Trainable(Objective):
         return loss
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return a loss's gradients, where an infinite input of a saturating net hides from it.
+        """Return a loss's gradients, in which infinite inputs show where the net saturates.
 
-        Of other inputs, this takes too long; and some, such as masks of -inf, have a use.
+        For other inputs, this would take too long. Some infinite inputs, such as masks, have a use.
         """
         found = {name: p for name, p in self.bnn.named_parameters() if p.requires_grad}
-        if not loss.requires_grad:
+        if not loss.requires_grad or not found:
             return {}
-        values = torch.autograd.grad(loss, [*found.values()], retain_graph=True, allow_unused=True)
+        given = [*found.values()]
+        try:
+            values = torch.autograd.grad(loss, given, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "incompatible with .grad()" in str(error):  # a reentrant checkpoint, whose own
+                return {}  # backward is the only one that it takes
+            raise
         return {n: v for n, v in zip(found, values, strict=True) if v is not None}
 
     def score_batch(self, batch: Any, reduction: str = "none") -> Scored:

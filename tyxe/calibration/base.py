@@ -67,8 +67,8 @@ class Calibrator(ABC):
 
         Args:
             bnn: any BNN with a likelihood, or an `EnsembleBNN`.
-            loader: yields held-out `(inputs, targets)`, or with weights; without missing and
-                ignored targets.
+            loader: yields held-out `(inputs, targets)`, or with weights; missing and ignored
+                targets are left out.
             unpack: a function from a batch of the loader to these.
             options: options of `predict`, such as `num_predictions=32`, for all predictions.
 
@@ -308,7 +308,7 @@ def check_pair(values: Any) -> tuple[Tensor, Tensor]:
             "standard deviation of numbers (classes have sets, and no intervals)"
         )
     first, second = (torch.as_tensor(part) for part in values)
-    first, _ = check_regression(first, first)
+    first, *_ = check_regression(first, first)
     second = check_real("predictions[1]", second.expand_as(first))
     return first.double(), second.double()
 
@@ -321,7 +321,7 @@ def check_numbers(values: Any, y: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (first, second), found = check_pair(values), _targets(y)
     missing = found.values.isnan()
     found = found.masked(~missing) if missing.any() else found
-    _, targets = check_regression(first, found.filled().values.to(first.device))
+    _, targets, _ = check_regression(first, found.filled().values.to(first.device))
     counts = found.counts_within()
     each = torch.ones_like(first) if counts is None else counts.to(first)
     return first, second, targets.double(), each

@@ -154,6 +154,8 @@ def _of_numbers(kind: str, predictions: Any, targets: Any) -> tuple[Tensor, Tens
 def coverage(predicted: Any, y: Tensor) -> float:
     """Return the share of points whose targets lie in sets `(n, C)`, or in `(lower, upper)`.
 
+    Numbers that are NaN are missing.
+
     Example:
         >>> coverage(torch.tensor([[True, False], [True, True]]), torch.tensor([1, 1]))
         0.5
@@ -163,7 +165,9 @@ def coverage(predicted: Any, y: Tensor) -> float:
         held = predicted.gather(-1, y.unsqueeze(-1))
     else:
         lower, upper = _interval(predicted)
-        held = ((lower <= y) & (y <= upper)).reshape(len(y), -1).all(1)
+        known = ~y.isnan().reshape(len(y), -1)
+        held = ((lower <= y) & (y <= upper)).reshape(len(y), -1)
+        held = (held | ~known).all(1)[known.any(1)]
     return float(held.double().mean())
 
 

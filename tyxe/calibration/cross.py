@@ -72,6 +72,8 @@ class CVPlus:
                 f"folds={self.folds}: take more points, fewer folds, or a lower level"
             )
         check.shape("x", x, (n, *x.shape[1:]), ", a row for each target")
+        if bool(y.isnan().any()):
+            raise ValueError("y has missing numbers, which have no errors: fit(x[kept], y[kept])")
         folds = self.folds or n
         fold_of = torch.randperm(n, device="cpu") % folds
         models, errors = [], torch.empty(y.shape, dtype=torch.float64, device=y.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tyxe.calibration.base import Calibrator, check_classes, check_numbers, check_pair
 from tyxe.data import Targets
 from tyxe.likelihoods import Likelihood
-from tyxe.metrics.checks import check_scale
+from tyxe.metrics.checks import average, check_scale
 
 # A temperature is looked for between 1e-3 and 1e3, by so many bisections.
 BOUND, STEPS = 1e3, 60
@@ -109,7 +109,7 @@ class ScaleFactor(Calibrator):
     def fit(self, predictions: Any, y: Tensor | Targets) -> ScaleFactor:
         mean, scale, targets, counts = check_numbers(predictions, y)
         z = (targets - mean) / check_scale(scale, mean)
-        factor = float(((z.square() * counts).sum() / counts.sum()).sqrt())
+        factor = float(average(z.square(), None, counts).sqrt())
         if not factor:
             raise ValueError("the predictions are the targets themselves: take held-out data")
         self.factor = factor

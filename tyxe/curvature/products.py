@@ -255,9 +255,11 @@ def low_rank_curvature(
     if tolerance and kept == rank < size:
         warn(
             f"all {rank} eigenvalues are above tolerance={tolerance:g}, and there may be more: "
-            "take options=tyxe.LaplaceOptions(rank=...) for more"
+            "raise rank in tyxe.LaplaceOptions to look for them"
         )
     values, vectors = values[:kept], vectors[:kept]
+    if 2 * vectors.nbytes <= vectors.untyped_storage().nbytes():
+        vectors = vectors.clone()  # without the memory of the search
     factor = vectors.mul_(values.sqrt()[:, None]).mT
     points, numbers = float(products._numbers[0]), products.numbers
     operator = BlockDiagonal({"all": LowRank(factor.new_zeros(size), factor)})

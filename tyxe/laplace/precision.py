@@ -38,8 +38,9 @@ class LaplaceOptions:
         reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
             each position counts as a data point.
         rank: for `"lowrank"`, number of eigenpairs, or all if there are fewer.
-        tolerance: for `"lowrank"`, of these only the pairs with larger eigenvalues. Where this is
-            far below the prior's precision, the others would change little.
+        tolerance: for `"lowrank"`, only those of these pairs are kept whose eigenvalues are larger.
+            Pairs with eigenvalues far below the prior's precision change a posterior of temperature
+            1 little.
 
     Raises:
         TypeError: an option of another type.

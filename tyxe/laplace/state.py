@@ -194,7 +194,7 @@ def warn_of_rounding(state: LaplaceState, options: LaplaceOptions) -> None:
     floor = state.weight * float(factor[:, :1].square().sum()) * torch.finfo(factor.dtype).eps
     smallest = float(state.prior.precision.diagonal().min())
     is_short = factor.shape[1] < min(options.rank, len(factor))
-    if is_short and floor > max(smallest, options.tolerance):
+    if is_short and floor > max(smallest, state.weight * options.tolerance):
         warn(
             f"eigenvalues of the curvature below {floor:.2g} are lost in the rounding of "
             f"{factor.dtype}, and the prior's smallest precision is {smallest:.2g}, so variances "

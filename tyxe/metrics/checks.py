@@ -23,20 +23,22 @@ def check_real(name: str, value: Tensor, missing: bool = False) -> Tensor:
     if torch.compiler.is_compiling():
         return value.to(torch.promote_types(value.dtype, torch.float32))
     count = int(value.isnan().sum())
-    if count == value.numel() or (count and not missing):
+    if missing and count == value.numel():
+        raise ValueError(f"{name} is all NaN, which stands for what is missing")
+    if count and not missing:
         raise ValueError(
-            f"{name} has {count} NaN entries; expected {'fewer' if missing else 'none'}: "
+            f"{name} has {count} NaN entries; expected none: "
             f"find them with {name}.isnan().nonzero()"
         )
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def check_probs(probs: Tensor) -> Tensor:
+def check_probs(probs: Tensor, name: str = "probs") -> Tensor:
     """Return class probabilities if they are `(n, C)` and their rows sum to one."""
-    checked = check_real("probs", probs)
+    checked = check_real(name, probs)
     if probs.dim() != 2 or probs.shape[-1] < 2:
         raise ValueError(
-            f"probs has shape {tuple(probs.shape)}; expected (n, C) with C >= 2: pass "
+            f"{name} has shape {tuple(probs.shape)}; expected (n, C) with C >= 2: pass "
             "probs.mean(0) for stacked draws, torch.stack([1 - p, p], -1) for probabilities `p` "
             "of one class"
         )
@@ -47,8 +49,8 @@ def check_probs(probs: Tensor) -> Tensor:
     tolerance = max(1e-3, 4 * torch.finfo(probs.dtype).eps)
     if (checked < 0).any() or not ((sums - 1).abs() <= tolerance).all():
         raise ValueError(
-            f"probs are {checked.min():.4g} and more, in rows that sum to between {sums.min():.4g} "
-            f"and {sums.max():.4g}; expected probabilities that sum to 1: pass "
+            f"{name} are {checked.min():.4g} and more, in rows that sum to between "
+            f"{sums.min():.4g} and {sums.max():.4g}; expected probabilities that sum to 1: pass "
             "logits.softmax(-1), or log_probs.exp()"
         )
     return checked
@@ -80,7 +82,7 @@ def check_classified(probs: Tensor, targets: Tensor, soft: bool = False) -> tupl
     probs = check_probs(probs)
     if soft and isinstance(targets, Tensor) and targets.dim() == 2 and targets.is_floating_point():
         check.shape("targets", targets, probs.shape, ": probabilities of the same classes")
-        return probs, check_probs(targets).to(probs)
+        return probs, check_probs(targets, "targets").to(probs)
     return probs, check_targets(targets, probs)
 
 
@@ -94,22 +96,24 @@ def check_weights(weights: Tensor, values: Tensor) -> Tensor:
     return weights
 
 
-def average(values: Tensor, weights: Tensor | None, targets: Tensor | None = None) -> Tensor:
+def average(values: Tensor, weights: Tensor | None, known: Tensor | None = None) -> Tensor:
     """Return the mean of numbers `(n, ...)`, of points counted by their weights `(n,)` if given.
 
-    Those whose targets, of the same shape, are NaN are missing.
+    Numbers that are not known, by booleans or counts of the same shape, are left out.
     """
-    missing = None if torch.compiler.is_compiling() or targets is None else targets.isnan()
-    if weights is None and (missing is None or not missing.any()):
+    if weights is None and known is None:
         return values.mean()
     counts = torch.ones_like(values)
     if weights is not None:
         weights = check_weights(weights, values)
         counts = counts * weights.view(-1, *[1] * (values.dim() - 1))
-    if missing is not None:
-        counts = counts * ~missing
-    kept = counts > 0  # a score of a point that does not count may be infinite
-    return values[kept] @ counts[kept] / counts.sum()
+    if known is not None:
+        counts = counts * known
+    total = counts.sum()
+    if not torch.compiler.is_compiling() and not total:
+        raise ValueError("no target is known and has a weight above 0, so there is no average")
+    # A score of a point that does not count may be infinite.
+    return (values.where(counts > 0, 0.0) * counts).sum() / total
 
 
 def check_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,13 +126,18 @@ def check_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]
     return in_scores.contiguous(), out_scores.contiguous()
 
 
-def check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return means and targets in one dtype if they have one shape; missing targets are NaN."""
+def check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return means and targets in one dtype if they have one shape, and which targets are known.
+
+    Those that are NaN are missing. The means stand in their places, so that gradients are finite.
+    """
     mean, targets = check_real("mean", mean), check_real("targets", targets, missing=True)
     if mean.dim() == 0:
         raise ValueError("mean has shape (); expected (n, ...): pass mean.unsqueeze(0)")
     _check_shape("targets", targets, mean)
-    return _promoted(mean, targets)
+    mean, targets = _promoted(mean, targets)
+    known = ~targets.isnan()
+    return mean, targets.where(known, mean.detach()), known
 
 
 def check_scale(scale: Tensor | float, mean: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ def rmse(mean: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor
         >>> rmse(torch.tensor([0.0, 0.0]), torch.tensor([3.0, 4.0]))
         tensor(3.5355)
     """
-    mean, targets = check_regression(mean, targets)
-    return average((targets - mean).square(), weights, targets).sqrt()
+    mean, targets, known = check_regression(mean, targets)
+    return average((targets - mean).square(), weights, known).sqrt()
 
 
 def gaussian_nll(
@@ -37,8 +37,8 @@ def gaussian_nll(
         >>> gaussian_nll(torch.zeros(2), 1.0, torch.zeros(2))
         tensor(0.9189)
     """
-    z, scale = _standardize(mean, scale, targets)
-    return average(0.5 * z.square() + scale.log() + 0.5 * math.log(2 * math.pi), weights, targets)
+    z, scale, known = _standardize(mean, scale, targets)
+    return average(0.5 * z.square() + scale.log() + 0.5 * math.log(2 * math.pi), weights, known)
 
 
 def crps_gaussian(
@@ -57,8 +57,8 @@ def crps_gaussian(
         >>> crps_gaussian(torch.zeros(1), 1.0, torch.zeros(1))
         tensor(0.2337)
     """
-    z, scale = _standardize(mean, scale, targets)
-    return average(scale * (_mean_absolute(z, 1.0) - 1 / math.sqrt(math.pi)), weights, targets)
+    z, scale, known = _standardize(mean, scale, targets)
+    return average(scale * (_mean_absolute(z, 1.0) - 1 / math.sqrt(math.pi)), weights, known)
 
 
 def interval_coverage(
@@ -80,9 +80,9 @@ def interval_coverage(
         tensor(0.7500)
     """
     level = check.number("level", level, above=0, below=1, hint=": pass level=0.95 for 95 %")
-    z, _ = _standardize(mean, scale, targets)
+    z, _, known = _standardize(mean, scale, targets)
     quantile = NormalDist().inv_cdf((1 + level) / 2)
-    return average((z.abs() <= quantile).to(z.dtype), weights, targets)
+    return average((z.abs() <= quantile).to(z.dtype), weights, known)
 
 
 def lppd(log_likelihoods: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -123,13 +123,13 @@ def crps_samples(samples: Tensor, targets: Tensor, weights: Tensor | None = None
         >>> crps_samples(torch.tensor([[0.0], [1.0]]), torch.tensor([0.0]))
         tensor(0.2500)
     """
-    samples, targets = _stacked("samples", samples, targets)
+    samples, targets, known = _stacked("samples", samples, targets)
     count = len(samples)
     ranks = torch.arange(1, count + 1, device=samples.device, dtype=samples.dtype)
     # sum_st |x_s - x_t| = 2 sum_k (2 k - S - 1) x_(k)
     ordered, factor = samples.sort(0).values, (2 * ranks - count - 1) / count**2
     spread = (ordered.movedim(0, -1) * factor).sum(-1)
-    return average((samples - targets).abs().mean(0) - spread, weights, targets)
+    return average((samples - targets).abs().mean(0) - spread, weights, known)
 
 
 def crps_mixture(
@@ -152,13 +152,13 @@ def crps_mixture(
         >>> crps_mixture(torch.zeros(3, 1), 1.0, torch.zeros(1))
         tensor(0.2337)
     """
-    means, targets = _stacked("means", means, targets)
+    means, targets, known = _stacked("means", means, targets)
     variance = check_scale(scales, means).square().expand_as(means)
     first = _mean_absolute(means - targets, variance.sqrt()).mean(0)
     spread = torch.zeros_like(first)
     for mean, own in zip(means, variance, strict=True):  # S^2 terms of n numbers, S at a time
         spread += _mean_absolute(means - mean, (variance + own).sqrt()).mean(0)
-    return average(first - 0.5 * spread / len(means), weights, targets)
+    return average(first - 0.5 * spread / len(means), weights, known)
 
 
 def _mean_absolute(mean: Tensor, scale: Tensor | float) -> Tensor:
@@ -194,38 +194,39 @@ def interval_score(
         tensor(3.)
     """
     level = check.number("level", level, above=0, below=1, hint=": pass level=0.95 for 95 %")
-    lower, y = check_regression(lower, targets)
-    upper, _ = check_regression(upper, targets)
+    lower, y, known = check_regression(lower, targets)
+    upper, *_ = check_regression(upper, targets)
     outside = (lower - y).clamp_min(0) + (y - upper).clamp_min(0)
-    return average(upper - lower + 2 / (1 - level) * outside, weights, y)
+    return average(upper - lower + 2 / (1 - level) * outside, weights, known)
 
 
 def gaussian_pit(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tensor:
     r"""Probability integral transform of targets, `Phi((y - mu) / sigma)`, of the targets' shape.
 
-    Uniform if the predictions are calibrated. Arguments and errors are those of `gaussian_nll`.
+    Uniform if the predictions are calibrated, and NaN where a target is. Arguments and errors are
+    those of `gaussian_nll`.
 
     Example:
         >>> gaussian_pit(torch.zeros(2), 1.0, torch.tensor([0.0, 1.0]))
         tensor([0.5000, 0.8413])
     """
-    z, _ = _standardize(mean, scale, targets)
-    return 0.5 * torch.erfc(-z / math.sqrt(2))
+    z, _, known = _standardize(mean, scale, targets)
+    return (0.5 * torch.erfc(-z / math.sqrt(2))).where(known, torch.nan)
 
 
 def sample_pit(samples: Tensor, targets: Tensor) -> Tensor:
     r"""Probability integral transform of targets `(n, ...)` by samples `(S, n, ...)`.
 
-    `(#{x_s < y} + 1/2 #{x_s = y} + 1/2) / (S + 1)`, within `(0, 1)`.
+    `(#{x_s < y} + 1/2 #{x_s = y} + 1/2) / (S + 1)`, within `(0, 1)`, and NaN where a target is.
 
     Example:
         >>> sample_pit(torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([1.5]))
         tensor([0.6250])
     """
-    samples, targets = _stacked("samples", samples, targets)
+    samples, targets, known = _stacked("samples", samples, targets)
     below = (samples < targets).sum(0) + 0.5 * (samples == targets).sum(0)
     found = ((below + 0.5) / (len(samples) + 1)).to(samples.dtype)
-    return found.where(~targets.isnan(), torch.nan)
+    return found.where(known, torch.nan)
 
 
 def quantile_calibration_error(
@@ -246,30 +247,34 @@ def quantile_calibration_error(
         tensor(0.1667)
     """
     pit, num_levels = check_real("pit", pit, missing=True), check.count("num_levels", num_levels)
+    known = ~pit.isnan()
     if ((pit < 0) | (pit > 1)).any():
+        least, most = (end(pit[known]) for end in (torch.min, torch.max))
         raise ValueError(
-            f"pit ranges from {pit.min():.4g} to {pit.max():.4g}; expected probabilities: pass "
+            f"pit ranges from {least:.4g} to {most:.4g}; expected probabilities: pass "
             "gaussian_pit(mean, scale, targets)"
         )
     levels = torch.arange(1, num_levels + 1, dtype=pit.dtype, device=pit.device) / (num_levels + 1)
-    covered = [average((pit <= level).to(pit.dtype), weights, pit) for level in levels]
+    covered = [average((pit <= level).to(pit.dtype), weights, known) for level in levels]
     return (torch.stack(covered) - levels).abs().mean()
 
 
-def _stacked(name: str, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values of draws `(S, n, ...)` and targets `(n, ...)` in one dtype."""
+def _stacked(name: str, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values of draws `(S, n, ...)` and the rest of `check_regression` in one dtype."""
     values = check_real(name, values)
     if values.dim() < 2:
         raise ValueError(
             f"{name} has shape {tuple(values.shape)}; expected (S, n, ...), one for each draw: "
             "pass predict(..., aggregate=False), or sample_predictive(...)"
         )
-    first, targets = check_regression(values[0], targets)
-    return values.to(first.dtype), targets
+    first, targets, known = check_regression(values[0], targets)
+    return values.to(first.dtype), targets, known
 
 
-def _standardize(mean: Tensor, scale: Tensor | float, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `z = (y - mu) / sigma` and `sigma`, checked."""
-    mean, targets = check_regression(mean, targets)
+def _standardize(
+    mean: Tensor, scale: Tensor | float, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `z = (y - mu) / sigma`, `sigma` and which targets are known, checked."""
+    mean, targets, known = check_regression(mean, targets)
     scale = check_scale(scale, mean)
-    return (targets - mean) / scale, scale
+    return (targets - mean) / scale, scale, known

@@ -80,7 +80,7 @@ def pit_histogram(
         >>> len(pit_histogram(torch.rand(50), num_bins=5).patches)
         1
     """
-    values = flat("pit", pit.reshape(-1))
+    values = flat("pit", pit[~pit.isnan()])
     ax = axes(ax)
     how: dict[str, Any] = {"density": True, "histtype": "stepfilled", "alpha": 0.4, "label": label}
     ax.hist(values.numpy(), bins=num_bins, range=(0, 1), **how)
@@ -104,7 +104,7 @@ def qq(pit: Tensor, ax: "Axes | None" = None, *, label: str = "") -> "Axes":
         >>> len(qq(torch.rand(50)).lines)
         2
     """
-    values = flat("pit", pit.reshape(-1)).sort().values
+    values = flat("pit", pit[~pit.isnan()]).sort().values
     ranks = torch.arange(1, len(values) + 1, dtype=torch.float64, device="cpu")
     levels = (ranks - 0.5) / len(values)
     found, expected = torch.special.ndtri(values), torch.special.ndtri(levels)

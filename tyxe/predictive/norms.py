@@ -20,8 +20,9 @@ def norms_of(net: nn.Module) -> list[Any]:
 
 
 def fewest_rows(net: nn.Module, train: bool) -> int:
-    """Return the size of a net's smallest batch, since norms take no statistics of one row."""
-    return 2 if any(train or not norm.track_running_stats for norm in _norms_of(net)) else 1
+    """Return how many rows a batch of a net needs: norms take no statistics of one."""
+    norms = [norm for norm in _norms_of(net) if train or not norm.track_running_stats]
+    return 2 if any(train or not isinstance(norm, _INSTANCE) for norm in norms) else 1
 
 
 def _norms_of(net: nn.Module) -> list[Any]:

@@ -18,7 +18,7 @@ from tyxe.program import Program, captured, check_repeatable, has_compiler, has_
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 
-# Steps to be left for a program to be worth the seconds of compiling: looked at after as many.
+# A program is compiled where at least so many steps are left, after as many have been made.
 _WORTH_COMPILING = 3000
 # Steps of one launch at most, and numbers that their positions have, which bounds the memory.
 _MOST_STEPS, _MOST_NUMBERS = 32, 2**22
