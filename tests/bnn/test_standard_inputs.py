@@ -31,7 +31,7 @@ def table(rows=40, seed=0):
         1000 * table()[:5],  # too few to say
         torch.randint(1000, (40, 3)),  # such as tokens
         nn.functional.one_hot(torch.arange(40) % 4).float(),
-        torch.randn(40, 768) * torch.rand(768).add(0.1),  # such as embeddings
+        table().repeat(1, 256) * torch.linspace(0.2, 1.2, 768),  # such as embeddings
         "no tensor",
     ],
 )
