@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, MutableSequence, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any
 
 import pyro
@@ -163,22 +164,47 @@ def unvalidated(active: bool = True) -> Iterator[None]:
         UNREAD.reset(token)
 
 
-@contextmanager
-def as_before() -> Iterator[None]:
+class as_before(ContextDecorator):
     """At the end, set back what something inside could not, because a Ctrl-C came in between."""
-    modes = torch._C._len_torch_dispatch_stack()
-    active, plates = _HANDLERS.items.get(), _PLATES.items.get()
-    gradients, unread = torch.is_grad_enabled(), UNREAD.get()
-    settings = (_VALIDATION, module_local_params)
-    depths = [each.depth() for each in settings]
-    try:
-        yield
-    finally:
-        _HANDLERS.items.set(active)
-        _PLATES.items.set(plates)
-        torch.set_grad_enabled(gradients)
-        UNREAD.set(unread)
-        while torch._C._len_torch_dispatch_stack() > modes:
+
+    def _recreate_cm(self) -> as_before:
+        return as_before()  # a decorated function may run in several threads
+
+    def __enter__(self) -> None:
+        """Take note of what is active."""
+        self._modes = torch._C._len_torch_dispatch_stack()
+        self._active, self._plates = _HANDLERS.items.get(), _PLATES.items.get()
+        self._gradients, self._unread = torch.is_grad_enabled(), UNREAD.get()
+        self._depths = {each: each.depth() for each in (_VALIDATION, module_local_params)}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None
+    ) -> None:
+        """Set it back, unless this is in a context that is let go without an end, and too late."""
+        if kind is GeneratorExit:
+            return
+        _close_entered(traceback)
+        _HANDLERS.items.set(self._active)
+        _PLATES.items.set(self._plates)
+        torch.set_grad_enabled(self._gradients)
+        UNREAD.set(self._unread)
+        while torch._C._len_torch_dispatch_stack() > self._modes:
             _pop_mode()
-        for each, depth in zip(settings, depths, strict=True):
+        for each, depth in self._depths.items():
             each.go_back(depth)
+
+
+def _close_entered(traceback: TracebackType | None) -> None:
+    """Close contexts that were entered when an error came, before their `with` could end them.
+
+    They would end with the traceback that holds them, and set back what has changed until then.
+    """
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code is _ENTER:
+            frame.f_locals["self"].gen.close()
+        traceback = traceback.tb_next
+
+
+# Of contexts by `contextmanager`.
+_ENTER = type(only_handlers(())).__enter__.__code__

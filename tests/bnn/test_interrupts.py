@@ -1,5 +1,7 @@
 """Ctrl-C at chosen moments: a BNN is as it was, and nothing stays; the soak has random ones."""
 
+import contextlib
+import itertools
 import signal
 
 import pyro
@@ -7,6 +9,9 @@ import pytest
 import torch
 
 from tests.oracles.states import ADAM, assert_same_state, data, fitted, make, mcmc
+from tests.soak import alarms
+from tests.soak.subjects import SUBJECTS
+from tyxe import threads
 from tyxe.errors import UNREAD
 from tyxe.poutine import variational_laplace
 from tyxe.threads import handlers
@@ -106,3 +111,31 @@ def test_a_chain_that_is_stopped_leaves_no_handler(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             bnn.fit([data()], 4, warmup_steps=1, disable_progbar=True)
     assert not handlers()
+
+
+def test_contexts_that_an_error_leaves_right_after_they_were_entered(monkeypatch):
+    """Their `with` has not begun, so that nothing ends them but the end of the traceback."""
+    entered = [0, 0]
+
+    def enter(self):
+        value = next(self.gen)
+        if "tyxe" in self.gen.gi_code.co_filename:
+            entered[0] += 1
+            if entered[0] == entered[1]:
+                raise KeyboardInterrupt
+        return value
+
+    bnns = {name: built().eval() for name, built in SUBJECTS.items() if name != "MCMC_BNN"}
+    works, settings = alarms._works(bnns), pyro.settings.get()
+    monkeypatch.setattr(contextlib._GeneratorContextManager, "__enter__", enter)
+    monkeypatch.setattr(threads, "_ENTER", enter.__code__)
+    for name, work in works.items():
+        for place in itertools.count(1):
+            entered[:] = 0, place
+            try:
+                work()
+            except KeyboardInterrupt:
+                assert not alarms.left_behind(settings), (name, place)
+            else:
+                break
+        assert place > 1

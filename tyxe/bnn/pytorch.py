@@ -205,6 +205,7 @@ class PytorchBNN(BNN):
         """Return all trainable parameters, under TyXe's name; `parameters()` works as well."""
         return [p for p in self.parameters() if p.requires_grad]
 
+    @as_before()
     def predict(self, *inputs: Any, num_predictions: int | None = None, **kwargs: Any) -> Any:
         """Return the outputs of several draws, `(num_predictions, ...)`.
 
