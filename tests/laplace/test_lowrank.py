@@ -224,7 +224,7 @@ def test_what_cannot_be_summed_in_many_passes_is_refused_and_the_state_kept(monk
             estimate_evidence(bnn, loader)
     monkeypatch.setattr("tyxe.check._memory_of", lambda device: 31 * 31 * 8)
     with pytest.raises(
-        ValueError, match=r"31 eigenvectors of 31 weights, and 40 more.*LaplaceOptions\(rank=...\)"
+        ValueError, match=r"31 eigenvectors of 31 weights, and 48 more.*LaplaceOptions\(rank=...\)"
     ):
         bnn.fit_curvature([(x, y)])
     assert bnn.state is before

@@ -409,6 +409,7 @@ def estimate_evidence(
     """
     num_probes = check.count("num_probes", num_probes, 2)
     num_steps = check.count("num_steps", num_steps)
+    check_group(process_group)
     state, loader, device = bnn.state, bnn._to_fit(data_loader), device_for(bnn)
     if state.curvature.is_empty:
         raise ValueError(

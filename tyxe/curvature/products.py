@@ -242,8 +242,8 @@ def low_rank_curvature(
     size, like = products.blocks.size, next(iter(products.values.values()))
     rank = min(rank, size)
     check.memory(
-        f"{rank:,} eigenvectors of {size:,} weights, and {10 * block} more to find them,",
-        (rank + 10 * block) * size * like.element_size(),
+        f"{rank:,} eigenvectors of {size:,} weights, and {12 * block} more to find them,",
+        (rank + 12 * block) * size * like.element_size(),
         "take fewer, options=tyxe.LaplaceOptions(rank=...), or fewer weights",
         like.device,
     )
