@@ -33,7 +33,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.checks import check_batch
 from tyxe.likelihoods.output_hessian import output_hessian_product
 from tyxe.linalg import BlockDiagonal, LowRank
-from tyxe.linalg.lanczos import largest_eigenpairs
+from tyxe.linalg.lanczos import largest_eigenpairs, vectors_in_memory
 from tyxe.processes import all_or_none, check_group, checksum, total
 from tyxe.rng import RandomStream, fresh_seed
 from tyxe.util import Inputs, at_least_float32, outside_inference
@@ -241,9 +241,10 @@ def low_rank_curvature(
     """
     size, like = products.blocks.size, next(iter(products.values.values()))
     rank = min(rank, size)
+    held = vectors_in_memory(rank, block)
     check.memory(
-        f"{rank:,} eigenvectors of {size:,} weights, and {12 * block} more to find them,",
-        (rank + 12 * block) * size * like.element_size(),
+        f"{rank:,} eigenvectors of {size:,} weights, and {held - rank} more to find them,",
+        held * size * like.element_size(),
         "take fewer, options=tyxe.LaplaceOptions(rank=...), or fewer weights",
         like.device,
     )

@@ -38,9 +38,8 @@ class LaplaceOptions:
         reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
             each position counts as a data point.
         rank: for `"lowrank"`, number of eigenpairs, or all if there are fewer.
-        tolerance: for `"lowrank"`, only those of these pairs are kept whose eigenvalues are larger.
-            Pairs with eigenvalues far below the prior's precision change a posterior of temperature
-            1 little.
+        tolerance: for `"lowrank"`, only pairs with larger eigenvalues are kept. At temperature 1,
+            those far below the prior's precision change the posterior little.
 
     Raises:
         TypeError: an option of another type.

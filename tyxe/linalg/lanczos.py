@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tyxe.errors import warn
 
-# So many vectors, or five blocks, are in memory beside those that are asked for.
-SPARE = 20
 # Columns of the basis that are rotated at once.
 COLUMNS = 2**16
 # Products of random vectors that show whether an eigenvalue larger than those known is left.
@@ -45,7 +43,7 @@ def largest_eigenpairs(
     count, rounding = min(count, size), torch.finfo(start.dtype).eps
     # So many Ritz vectors are kept in a restart. Much more room saves no products.
     kept = min(count + block, size)
-    basis = start.new_empty(min(count + max(SPARE, 5 * block), size), size)
+    basis = start.new_empty(min(count + _spare(block), size), size)
     room, filled = len(basis), 0
     projected = torch.zeros(room, room, dtype=torch.float64, device="cpu")
     new = _orthonormal(start, basis[:0])
@@ -100,6 +98,16 @@ def largest_eigenpairs(
     count = min(count, int((values > floor).sum()))
     _rotate(basis, rotation[:, :count])
     return values[:count].to(start), basis[:count]
+
+
+def vectors_in_memory(count: int, block: int) -> int:
+    """Return how many vectors `largest_eigenpairs` and its products hold."""
+    return count + _spare(block) + 7 * block
+
+
+def _spare(block: int) -> int:
+    """Return for how many vectors beside those that are asked for a basis has room."""
+    return max(20, 5 * block)
 
 
 def _rotate(basis: Tensor, rotation: Tensor) -> None:

@@ -249,7 +249,7 @@ def quantile_calibration_error(
     pit, num_levels = check_real("pit", pit, missing=True), check.count("num_levels", num_levels)
     known = ~pit.isnan()
     if ((pit < 0) | (pit > 1)).any():
-        least, most = (end(pit[known]) for end in (torch.min, torch.max))
+        least, most = pit[known].aminmax()
         raise ValueError(
             f"pit ranges from {least:.4g} to {most:.4g}; expected probabilities: pass "
             "gaussian_pit(mean, scale, targets)"
