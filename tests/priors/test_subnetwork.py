@@ -11,7 +11,7 @@ from torch import nn
 
 import tyxe
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
-from tyxe.priors import IIDPrior, LayerwiseNormalPrior, SubnetworkPrior
+from tyxe.priors import IIDPrior, LayerwiseNormalPrior, SubnetworkPrior, subnetwork
 
 N = 20
 NORMAL = IIDPrior(dist.Normal(0.0, 0.5))
@@ -105,6 +105,45 @@ def test_which_weights_are_chosen():
     assert SubnetworkPrior(NORMAL, len(score), "last").elements(net) == {}, "whole parameters"
     first, second = (SubnetworkPrior(NORMAL, 9, "random") for _ in range(2))
     assert str(first.elements(net)) == str(first.elements(net)) != str(second.elements(net))
+
+
+@pytest.mark.parametrize("build", [cnn, Tied])
+def test_one_call_chooses_by_the_variances_of_a_diagonal_posterior(build):
+    net = made(build).train()
+    before = copy.deepcopy(net.state_dict())
+    found = subnetwork(net, BATCHES, 13, prior=NORMAL, likelihood=Categorical(N))
+    expected = SubnetworkPrior(NORMAL, 13, variances(build)).elements(net)
+    assert str(found.elements(net)) == str(expected) != "{}"
+    assert found.prior is NORMAL
+    assert net.training
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+def test_one_call_for_all_weights_gives_the_whole_posterior():
+    count = sum(p.numel() for p in made().parameters())
+    prior = subnetwork(made(), BATCHES, count, prior=NORMAL, likelihood=Categorical(N))
+    found, full = laplace(prior).state, laplace(NORMAL).state
+    torch.testing.assert_close(found.precision().to_dense(), full.precision().to_dense())
+    torch.testing.assert_close(found.evidence(), full.evidence())
+
+
+@pytest.mark.parametrize("by", ["magnitude", "last", "random"])
+def test_one_call_needs_no_data_for_other_choices(by):
+    net = made()
+    torch.manual_seed(0)
+    found = subnetwork(net, None, 9, by, prior=NORMAL)
+    torch.manual_seed(0)
+    assert str(found.elements(net)) == str(SubnetworkPrior(NORMAL, 9, by).elements(net))
+
+
+def test_one_call_takes_standard_normals_of_all_but_norms():
+    norms = nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.LayerNorm((2, 2)), nn.RMSNorm(2)
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), *norms, nn.Flatten(), nn.Linear(8, 3))
+    prior = subnetwork(net, None, 20 + 27, "last")
+    sites = prior.sites(net)
+    assert list(sites) == ["0.weight", "0.bias", "6.weight", "6.bias"]
+    assert all(bool((site.variance == 1).all()) for site in sites.values())
+    assert all(bool((site.mean == 0).all()) for site in sites.values())
 
 
 def test_all_elements_of_a_vector_may_be_in_another_order():
@@ -265,11 +304,23 @@ REFUSED = [
     (lambda: sites(4, "last"), ValueError, "num_weights is 4, and the prior exposes 3 weights"),
     (lambda: sites(2, {"weight": dist.Normal(0.0, 1.0)}), ValueError, "variance of 'weight' has"),
     (lambda: sites(2, {}), ValueError, "there is no site 'weight'"),
+    (lambda: one_call(0), ValueError, "num_weights is 0; expected 1 or"),
+    (lambda: one_call(48), ValueError, "num_weights is 48, and the prior exposes 47 weights"),
+    (lambda: one_call(by="size"), ValueError, "by is 'size'; expected one of 'variance', 'magn"),
+    (lambda: one_call(likelihood=None), TypeError, 'likelihood is None; by="variance" needs'),
+    (lambda: one_call(likelihood=Categorical), TypeError, "likelihood is the class Categorical"),
+    (lambda: one_call(prior=FEW), TypeError, "whose choice would be lost; expected a"),
+    (lambda: one_call(prior=1.0), TypeError, "prior is 1.0; expected a Prior or None"),
 ]
 
 
 def sites(num_weights, by):
     return SubnetworkPrior(NORMAL, num_weights, by).sites(nn.Linear(2, 1))
+
+
+def one_call(num_weights=3, **options):
+    options = {"likelihood": Categorical(N), **options}
+    return subnetwork(made(), BATCHES, num_weights, **options)
 
 
 @pytest.mark.parametrize(("call", "error", "match"), REFUSED)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributions as td
+from torch import Tensor, nn
 
 from tyxe import check
 from tyxe.bnn.batches import all_batches, batches_of, device_for
@@ -26,9 +27,11 @@ from tyxe.errors import warn
 from tyxe.laplace import LaplaceState, search
 from tyxe.laplace.gaussian_prior import PriorPrecision, with_precision
 from tyxe.laplace.state import warn_of_rounding, with_noise
+from tyxe.likelihoods import Likelihood
 from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.linalg.lanczos import logdet_by_quadrature
-from tyxe.priors import DictPrior
+from tyxe.priors import DictPrior, Prior
+from tyxe.priors.single_weights import diagonal_posterior
 from tyxe.processes import all_or_none, check_group, shared
 from tyxe.rng import RandomStream, fresh_seed
 from tyxe.threads import as_before, exclusive
@@ -362,6 +365,15 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         other._modules = {**self._modules, "net_guide": guide}
         guide.state = state
         return other
+
+
+@diagonal_posterior.register
+def _(
+    likelihood: Likelihood, net: nn.Module, prior: Prior, loader: Any
+) -> Mapping[str, td.Distribution]:
+    bnn = LaplaceBNN(net, prior, likelihood, structure="diag")
+    bnn.fit_curvature(loader)
+    return bnn.net_guide.get_detached_distributions()
 
 
 @check.arguments

@@ -3,7 +3,7 @@
 from tyxe.priors.base import Prior
 from tyxe.priors.elementwise import BinaryPrior, IIDPrior, LayerwiseNormalPrior
 from tyxe.priors.mapping import DictPrior, LambdaPrior
-from tyxe.priors.subnetwork import SubnetworkPrior
+from tyxe.priors.single_weights import SubnetworkPrior, subnetwork
 
 __all__ = [
     "BinaryPrior",
@@ -13,4 +13,5 @@ __all__ = [
     "LayerwiseNormalPrior",
     "Prior",
     "SubnetworkPrior",
+    "subnetwork",
 ]

@@ -14,8 +14,8 @@ from torch import nn
 from tyxe.distributions import Gaussian, ParamBlocks, SignedBernoulli
 from tyxe.linalg import LowRank
 from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior, LayerwiseNormalPrior, Prior
+from tyxe.priors.single_weights import SubnetworkPrior
 from tyxe.priors.sites import SitePriors, part_of
-from tyxe.priors.subnetwork import SubnetworkPrior
 from tyxe.testing.asserts import assert_close
 from tyxe.util import is_discrete, pyro_sample_sites
 

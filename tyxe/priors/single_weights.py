@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import singledispatch
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tyxe import check
 from tyxe.priors.base import Prior
+from tyxe.priors.elementwise import IIDPrior
 from tyxe.priors.selection import Parameter
 from tyxe.priors.sites import SitePrior
 from tyxe.rng import fresh_seed
 from tyxe.util import resolve_site_name
 
 _KNOWN = ("magnitude", "last", "random")
+# Layers whose weights are gains, and not about zero.
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 class SubnetworkPrior(Prior):
@@ -31,10 +37,9 @@ class SubnetworkPrior(Prior):
         prior: the distributions of the chosen weights: any prior whose distributions have a
             tensor's shape.
         num_weights: number of random weights.
-        by: which ones: a posterior, as `get_detached_distributions` returns it, such as of a
-            `LaplaceBNN(structure="diag")`, for the largest marginal variances; `"magnitude"` for
-            the largest weights of the net, `"last"` for the last ones in the order of its
-            parameters, or `"random"`.
+        by: which ones: a posterior, as `get_detached_distributions` returns it, for the largest
+            marginal variances (`subnetwork` finds one); `"magnitude"` for the largest weights of
+            the net, `"last"` for the last ones in the order of its parameters, or `"random"`.
 
     Raises:
         TypeError: not a prior, or another SubnetworkPrior.
@@ -65,7 +70,8 @@ class SubnetworkPrior(Prior):
             raise ValueError(
                 f"by is {check.described(by)}; expected one of {', '.join(map(repr, _KNOWN))}, or "
                 "a posterior, whose variances are compared: by=bnn.net_guide."
-                'get_detached_distributions() of a fitted BNN, such as LaplaceBNN(structure="diag")'
+                "get_detached_distributions() of a fitted BNN; tyxe.priors.subnetwork(net, loader, "
+                "num_weights, likelihood=...) finds one itself"
             )
         self.by, self.selection = by, prior.selection
         # The same weights whenever the prior is asked.
@@ -106,3 +112,67 @@ class SubnetworkPrior(Prior):
         posterior: Any = self.by
         variance = posterior[resolve_site_name(name, posterior)].variance
         return check.shape(f"the variance of {name!r}", variance, tensor.shape)
+
+
+@check.arguments
+def subnetwork(
+    net: nn.Module,
+    loader: Iterable[Any] | None,
+    num_weights: int,
+    by: str = "variance",
+    *,
+    prior: Prior | None = None,
+    likelihood: Any = None,
+) -> SubnetworkPrior:
+    """Return a prior over single weights of a trained net, whose others stay fixed.
+
+    Args:
+        net: the trained net, which is not changed.
+        loader: for `"variance"`, yields `(inputs, targets)`, or with weights; otherwise not read.
+        num_weights: number of random weights.
+        by: which ones: `"variance"`, those of the largest marginal variances under a diagonal
+            Laplace approximation; or `"magnitude"`, `"last"` or `"random"`, see `SubnetworkPrior`.
+        prior: the distributions of the weights; by default standard Normals of all that are in no
+            normalisation layer.
+        likelihood: for `"variance"`, the likelihood, whose `dataset_size` scales the curvature.
+
+    Raises:
+        TypeError: no likelihood for `"variance"`; a prior that is a SubnetworkPrior.
+        ValueError: an unknown `by`; fewer weights than 1, or more than the prior exposes; for
+            `"variance"`, a prior that is not Gaussian, or data that do not fit the likelihood.
+
+    Reference:
+        Daxberger et al., Bayesian deep learning via subnetwork inference, 2021.
+
+    Example:
+        >>> import tyxe
+        >>> net, x = nn.Linear(20, 3), torch.randn(40, 20)
+        >>> loader, likelihood = [(x, torch.arange(40) % 3)], tyxe.likelihoods.Categorical(40)
+        >>> prior = subnetwork(net, loader, 30, likelihood=likelihood)
+        >>> bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure="full")
+        >>> bnn.fit_curvature(loader)
+        >>> bnn.net_guide.precision.size
+        30
+    """
+    check.choice("by", by, ("variance", *_KNOWN))
+    if prior is None:
+        prior = IIDPrior(dist.Normal(0.0, 1.0), hide_module_types=_NORMS)
+    found = SubnetworkPrior(prior, num_weights, "last" if by == "variance" else by)
+    found.elements(net)  # too many weights are refused before the work
+    if by != "variance":
+        return found
+    return SubnetworkPrior(prior, num_weights, diagonal_posterior(likelihood, net, prior, loader))
+
+
+@singledispatch
+def diagonal_posterior(
+    likelihood: Any, net: nn.Module, prior: Prior, loader: Any
+) -> Mapping[str, td.Distribution]:
+    """Return a posterior of independent weights about those of a net.
+
+    It is registered where Laplace approximations are, since imports run downward.
+    """
+    raise TypeError(
+        f'likelihood is {check.described(likelihood)}; by="variance" needs that of the net, for '
+        "the curvature: likelihood=tyxe.likelihoods.Categorical(len(data)), or such"
+    )
