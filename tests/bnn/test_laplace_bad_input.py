@@ -48,6 +48,11 @@ SETTINGS = [
     ({"num_passes": 2.5}, r"num_passes is 2\.5"),
     ({"damping": "yes"}, "damping is 'yes'"),
     ({"rank": 0}, "rank is 0"),
+    ({"rank": 10}, "option rank is 10, .* not used by structure='kron': .* structure='lowrank'"),
+    ({"structure": "full", "tolerance": 0.1}, "option tolerance is 0.1, and is not used"),
+    ({"structure": "diag", "reduce": True}, "not used by structure='diag'.* structure='kron'"),
+    ({"structure": "full", "damping": True}, "option damping is True, and is not used"),
+    ({"structure": "lowrank", "num_passes": 2}, "take structure='kron' or 'diag' or 'full'"),
 ]
 
 
@@ -65,6 +70,8 @@ def test_settings_that_are_refused_after_the_fit_leave_the_posterior():
             bnn.temperature = value
     with pytest.raises(TypeError, match=r"expected tyxe\.LaplaceOptions"):
         bnn.options = {"damping": True}
+    with pytest.raises(ValueError, match="option rank is 7, and is not used by structure="):
+        bnn.options = tyxe.LaplaceOptions(rank=7)
     for name in ("damping", "num_passes", "curvature_weight", "accumulate", "reduce"):
         with pytest.raises(AttributeError, match=rf"set bnn\.options = .*, {name}=\.\.\."):
             setattr(bnn, name, getattr(bnn.options, name))

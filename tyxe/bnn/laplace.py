@@ -59,9 +59,9 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
 
     Raises:
         TypeError: options that are not `LaplaceOptions`; a temperature that is not a number.
-        ValueError: an unknown structure or curvature; a temperature that is not positive; a prior
-            that is not Gaussian, or exposes nothing; a likelihood with variables of its own; a
-            matrix too large for memory.
+        ValueError: an unknown structure or curvature; options that the structure does not use; a
+            temperature that is not positive; a prior that is not Gaussian, or exposes nothing; a
+            likelihood with variables of its own; a matrix too large for memory.
 
     Reference:
         [T] 3.1-3.2; [GLM]; [LA].

@@ -61,7 +61,7 @@ class LaplacePosterior(SupervisedBNN):
         check.choice("structure", structure, (*ACCUMULATORS, "lowrank"))
         check.choice("curvature", curvature, KINDS if structure == "lowrank" else CURVATURES)
         options = LaplaceOptions() if options is None else options
-        _check_settings(temperature, options)
+        _check_settings(temperature, options, structure)
         if not len(self.net_prior):
             raise ValueError(
                 "the prior exposes no parameters, so there is nothing to approximate: hide less, "
@@ -128,7 +128,7 @@ class LaplacePosterior(SupervisedBNN):
         next curvature.
 
         Raises:
-            ValueError: options that do not fit the prior are set.
+            ValueError: options that do not fit the prior or the structure are set.
         """
         return self._options
 
@@ -146,7 +146,7 @@ class LaplacePosterior(SupervisedBNN):
 
     @outside_inference()
     def _set(self, temperature: float, options: LaplaceOptions) -> None:
-        _check_settings(temperature, options)
+        _check_settings(temperature, options, self.net_guide.structure)
         state = self.net_guide.state
         if state is None:
             check_damping(options.damping, self._gaussian_prior(self.net_prior))
@@ -344,9 +344,9 @@ def _take_loaded(bnn: LaplacePosterior, _: Any) -> None:
         bnn.net_guide.state = bnn._state_of(found)
 
 
-def _check_settings(temperature: Any, options: Any) -> None:
+def _check_settings(temperature: Any, options: Any, structure: str) -> None:
     expected = "tyxe.LaplaceOptions, such as options=tyxe.LaplaceOptions(damping=True)"
-    check.one_of("options", options, LaplaceOptions, expected)
+    check.one_of("options", options, LaplaceOptions, expected).check_used(structure)
     check.number("temperature", temperature, above=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,14 @@ ACCUMULATE: dict[str, Callable[[Operator, Operator], Operator]] = {
 # How the options that are attributes of a `LaplaceState` are checked.
 POSITIVE: dict[str, Any] = {"rule": check.number, "above": 0}
 KNOWN: dict[str, Any] = {"rule": check.choice, "known": ACCUMULATE}
+# The structures that use an option, of those that not all of them do.
+USED_BY = {
+    "num_passes": ("kron", "diag", "full"),
+    "damping": ("kron",),
+    "reduce": ("kron",),
+    "rank": ("lowrank",),
+    "tolerance": ("lowrank",),
+}
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,9 @@ class LaplaceOptions:
     """Options of a `LaplaceBNN` besides the model, which are read at `bnn.options`.
 
     Attributes:
-        num_passes: number of passes of `fit_curvature` through its loader, for augmented data.
-        damping: spread the prior's precision over both Kronecker factors [T 3.41].
+        num_passes: number of passes of `fit_curvature` through its loader, for augmented data; not
+            for `"lowrank"`, whose data stay the same.
+        damping: for `"kron"`, spread the prior's precision over both factors [T 3.41].
         curvature_weight: `lambda` of online Laplace, which multiplies the curvature in the
             posterior and not in the fit [T 3.56]; with a value above 1 later tasks forget less.
         accumulate: how the prior's precision and a new curvature are combined: `"sum"`, which for
@@ -60,6 +70,17 @@ class LaplaceOptions:
 
     def __post_init__(self) -> None:
         check.fields(self)
+
+    def check_used(self, structure: str) -> None:
+        """Raise a ValueError for an option that a structure does not use."""
+        for each in dataclasses.fields(self):
+            value, structures = getattr(self, each.name), USED_BY.get(each.name, (structure,))
+            if structure not in structures and value != each.default:
+                expected = " or ".join(map(repr, structures))
+                raise ValueError(
+                    f"the option {each.name} is {value!r}, and is not used by "
+                    f"structure={structure!r}: leave it out, or take structure={expected}"
+                )
 
     def of_state(self) -> dict[str, Any]:
         """Return the options that are attributes of a `LaplaceState`, by name."""
