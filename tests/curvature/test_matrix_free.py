@@ -167,8 +167,20 @@ def test_a_loader_that_shuffles_is_refused_and_names_the_remedy():
     for batch_size in (4, 8):  # of one batch, only the order is another
         loader = torch.utils.data.DataLoader(data, batch_size, shuffle=True)
         products = products_of(mlp(), loader, likelihood)
-        with pytest.raises(ValueError, match=r"first batch is another one.*shuffle=False"):
+        with pytest.raises(ValueError, match=r"batch 1 of the .* another one.*shuffle=False"):
             low_rank_curvature(products, 5)
+
+
+def test_a_loader_that_shuffles_later_batches_only_is_refused():
+    class Loader:
+        def __iter__(self):
+            for rows in (torch.arange(4), *(4 + torch.randperm(8)).split(4)):
+                yield torch.ones(4, 3).double() * rows[:, None], rows % 3
+
+    torch.manual_seed(0)
+    products = products_of(mlp(), Loader(), tyxe.likelihoods.Categorical(12))
+    with pytest.raises(ValueError, match=r"batch [23] of the loader is another one"):
+        low_rank_curvature(products, 5)
 
 
 def test_bad_input_is_refused():

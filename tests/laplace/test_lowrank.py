@@ -216,7 +216,7 @@ def test_what_cannot_be_summed_in_many_passes_is_refused_and_the_state_kept(monk
     bnn, x, y = fitted("lowrank")
     before, data = bnn.state, torch.utils.data.TensorDataset(x, y)
     for loader, message in (
-        (torch.utils.data.DataLoader(data, 5, shuffle=True), r"first batch is another one"),
+        (torch.utils.data.DataLoader(data, 5, shuffle=True), r"batch 1 of the loader is another"),
         (iter([(x, y)]), r"used once only"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -64,7 +64,7 @@ class CurvatureProducts:
 
     Raises:
         ValueError: values in half precision; in a product, outputs or targets do not fit the
-            likelihood, no point counts, the first batch differs from that of the pass before, or
+            likelihood, no point counts, a batch differs from that of the pass before, or
             the result is not finite.
 
     Example:
@@ -102,7 +102,7 @@ class CurvatureProducts:
         sites = {name: value.shape for name, value in values.items()}
         self.blocks = ParamBlocks.of_sites(sites) if blocks is None else blocks
         self._group, self._has_forward_mode = check_group(group), True
-        self._first: int | None = None
+        self._seen: dict[int, int] = {}  # a checksum of each batch
         self._seed = fresh_seed() if curvature == "fisher" else 0
 
     @outside_inference(gradients=True)
@@ -115,8 +115,7 @@ class CurvatureProducts:
         self._numbers = torch.zeros(4, dtype=torch.float64, device="cpu")
         with all_or_none(self._group), full_precision(rows):
             for index, (inputs, given) in enumerate(self._batches()):
-                if not index:
-                    self._compare(inputs, Targets.of(given))
+                self._compare(index, inputs, Targets.of(given))
                 found += self._of_batch(index, inputs, given, rows)
         if self._group is not None:
             total(found, self._group)
@@ -135,19 +134,19 @@ class CurvatureProducts:
         """Log-likelihood, error and number of targets in the last pass, scaled as products are."""
         return self.likelihood.dataset_size / self._numbers[0] * self._numbers[1:]
 
-    def _compare(self, inputs: Any, targets: Targets) -> None:
-        """Raise a ValueError where the first batch is another one than in the pass before."""
+    def _compare(self, index: int, inputs: Any, targets: Targets) -> None:
+        """Raise a ValueError where a batch is another one than in the pass before."""
         leaves = tree_leaves((inputs, targets.values, targets.weights, targets.mask))
         # Rows of the first point by themselves, since a sum does not tell their order.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
         found = checksum([*tensors, *(tensor[:1] for tensor in tensors)])
-        if self._first not in (None, found):
+        if self._seen.setdefault(index, found) != found:
             raise ValueError(
-                "the loader's first batch is another one than in the pass before, and products "
-                "with a curvature take many passes through the same data: let it not shuffle or "
-                "augment, such as DataLoader(..., shuffle=False), or give it as list(loader)"
+                f"batch {index + 1} of the loader is another one than in the pass before, and "
+                "products with a curvature take many passes through the same data: let it not "
+                "shuffle or augment, such as DataLoader(..., shuffle=False), or give it as "
+                "list(loader)"
             )
-        self._first = found
 
     def _of_batch(self, index: int, inputs: Inputs, given: Any, rows: Tensor) -> Tensor:
         """Return the products of one batch, which is the `index`-th, `(S, P)`; count its points."""
