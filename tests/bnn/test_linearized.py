@@ -38,6 +38,20 @@ def test_glm_by_outputs_is_glm_by_weights():
     assert bool(((found - by_weights.mean(0)).abs() <= 6 * error + 1e-12).all())
 
 
+def test_a_guide_in_half_precision_is_linearised_in_single():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).bfloat16()
+    noise = tyxe.likelihoods.HomoskedasticGaussian(8, scale=0.1)
+    half = tyxe.VariationalBNN(net, NORMAL, noise, tyxe.guides.AutoNormal)
+    whole = copy.deepcopy(half).float()
+    x = torch.randn(8, 2).bfloat16()
+    mean, scale = half.predict(x, predictive="glm")
+    expected = whole.predict(x.float(), predictive="glm")
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(mean.float(), expected[0], rtol=4 * eps, atol=4 * eps)
+    torch.testing.assert_close(scale.float(), expected[1], rtol=4 * eps, atol=4 * eps)
+
+
 @pytest.mark.parametrize("kind", ["classes", "binary", "scales", "censored"])
 def test_bounded_outputs_have_no_gaussian_in_any_prediction(kind):
     x, likelihoods = torch.randn(8, 2), tyxe.likelihoods

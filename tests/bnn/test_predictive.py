@@ -106,6 +106,20 @@ def test_of_gaussian_outputs_it_is_what_evaluate_scores(name, link):
     torch.testing.assert_close(found.log_prob(targets), expected)
 
 
+@pytest.mark.parametrize("name", ["Categorical", "probabilities", "Categorical of positions"])
+def test_class_probabilities_have_the_density_of_labels_on_average(name):
+    *parts, targets = CASES[name]
+    soft = nn.functional.one_hot(targets, 3).double()
+    found = seeded(variational(*parts).predictive, X, num_predictions=1)
+    torch.testing.assert_close(found.log_prob(soft), found.log_prob(targets))
+    mixed = found.log_prob(0.75 * soft + 0.25 * soft.flip(0))
+    expected = 0.75 * found.log_prob(targets) + 0.25 * found.log_prob(targets.flip(0))
+    torch.testing.assert_close(mixed, expected)
+    evaluated = variational(*parts).evaluate
+    of_one = seeded(evaluated, X, soft, num_predictions=1, reduction="none")[1]
+    torch.testing.assert_close(found.log_prob(soft), of_one, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["Categorical", "one noise"])
 def test_of_an_ensemble_it_is_the_members_mixture(name):
     *parts, targets = CASES[name]

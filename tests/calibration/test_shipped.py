@@ -144,6 +144,148 @@ def test_a_last_layer_in_closed_form_is_calibrated():
         by_default.to_ensemble(closed_form=True)
 
 
+PAIRS_OF_CALIBRATORS = {
+    "classes": (TemperatureScaling, partial(SplitConformal, "aps", 0.8, False), "sets"),
+    "numbers": (ScaleFactor, partial(SplitConformal, "cqr", 0.8), "factor of predicted noise"),
+}
+
+
+def twice(kind, **options):
+    """Return a BNN whose calibrated predictions are those that intervals or sets are of."""
+    first, second, name = PAIRS_OF_CALIBRATORS[kind]
+    _, model, data = CASES[name]
+    tempered = first().wrap(model(), data, **options)
+    return tempered, second().wrap(tempered, data), data
+
+
+@pytest.mark.parametrize("kind", PAIRS_OF_CALIBRATORS)
+def test_sets_are_of_predictions_that_another_calibrator_has_scaled(kind):
+    tempered, both, [(x, y)] = twice(kind, num_predictions=0)
+    found, likelihood = tempered.predict(x), tempered.likelihood
+    own = PAIRS_OF_CALIBRATORS[kind][1]()
+    own.fit(own.of(found, likelihood), y)
+    assert both.calibrator.threshold == own.threshold
+    assert_close(both.predict(x), own.predict(own.of(found, likelihood)), rtol=0, atol=0)
+    held = tyxe.calibration.coverage(both.predict(x), y)
+    assert 0.8 <= held <= 0.8 + 2 / len(x)
+
+
+@pytest.mark.parametrize("kind", PAIRS_OF_CALIBRATORS)
+def test_two_calibrators_are_exported_together_and_saved_in_one_file(kind, tmp_path):
+    tempered, both, [(x, _)] = twice(kind, num_predictions=16)
+    pyro.set_rng_seed(1)
+    ensemble = both.to_ensemble(5)
+    scaled, found = torch.export.export(ensemble, (x,)).module()(x)
+    pyro.set_rng_seed(1)
+    assert_close(scaled, tempered.predict(x, num_predictions=5))
+    pyro.set_rng_seed(1)
+    assert_close(found, both.predict(x, num_predictions=5))
+
+    first, second, name = PAIRS_OF_CALIBRATORS[kind]
+    path, model = tmp_path / "both.tyxe", CASES[name][1]
+    both.save(path)
+    loaded = Calibrated(Calibrated(model(), first()), second()).load(path)
+    for each in (both, loaded):
+        pyro.set_rng_seed(2)
+        kept = each.predict(x)
+        pyro.set_rng_seed(2)
+        assert_close(kept, both.predict(x), rtol=0, atol=0)
+    assert vars(loaded.bnn.calibrator) == vars(tempered.calibrator)
+
+
+def test_files_of_one_calibrator_and_of_two_are_told_apart(tmp_path):
+    tempered, both, _ = twice("classes", num_predictions=0)
+    tempered.save(tmp_path / "one.tyxe")
+    both.save(tmp_path / "two.tyxe")
+    nested = Calibrated(Calibrated(classifier(), TemperatureScaling()), SplitConformal())
+    with pytest.raises(ValueError, match="is of a TemperatureScaling; expected a SplitConformal"):
+        nested.load(tmp_path / "one.tyxe")
+    flat = Calibrated(classifier(), SplitConformal())
+    with pytest.raises(
+        ValueError, match=r"Calibrated\(Calibrated\(bnn, TemperatureScaling\(\)\), S"
+    ):
+        flat.load(tmp_path / "two.tyxe")
+    alone = SplitConformal("aps", 0.8).wrap(classifier(), CLASSES, num_predictions=0)
+    alone.save(tmp_path / "sets.tyxe")
+    with pytest.raises(ValueError, match="is of no calibrator; expected a TemperatureScaling"):
+        nested.load(tmp_path / "sets.tyxe")
+    assert nested.bnn.calibrator.temperature is None
+    assert nested.calibrator.threshold is None
+
+
+def test_sets_are_no_predictions_to_calibrate_or_evaluate():
+    sets = SplitConformal("aps", 0.8).wrap(classifier(), CLASSES, num_predictions=0)
+    with pytest.raises(TypeError, match=r"SplitConformal does not return.*wrap its bnn"):
+        TemperatureScaling().wrap(sets, CLASSES)
+    with pytest.raises(TypeError, match="use coverage and size"):
+        sets.evaluate(*CLASSES[0])
+
+
+def test_the_options_of_the_first_calibrator_hold_for_the_second():
+    laplace = tyxe.LaplaceBNN(net(2), NORMAL, tyxe.likelihoods.Categorical(60))
+    laplace.fit_curvature(CLASSES)
+    how = {"predictive": "glm", "link": "probit"}
+    tempered = TemperatureScaling().wrap(laplace, CLASSES, **how)
+    both = SplitConformal("lac", 0.8).wrap(tempered, CLASSES)
+    scaled, found = both.to_ensemble(closed_form=True)(X)
+    torch.testing.assert_close(scaled, tempered.predict(X))
+    assert torch.equal(found, both.predict(X))
+    with pytest.raises(ValueError, match=r"predictive='glm'.*predictive='bnn'"):
+        both.to_ensemble(4)
+
+
+WEIGHTS = torch.arange(60) % 3.0
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("name", ["temperature", "factor", "factor of predicted noise"])
+def test_calibrated_predictions_are_evaluated_by_weights(name, reduction):
+    make, model, [(x, y)] = CASES[name]
+    wrapped = make().wrap(model(), [(x, y)], num_predictions=0)
+    found, kept = wrapped.predict(x), WEIGHTS > 0
+    if name == "temperature":
+        logs = found.log_softmax(-1).gather(1, y[:, None])[:, 0]
+        errors = (found.argmax(-1) != y).float()
+    else:
+        mean, scale = found
+        logs = torch.distributions.Normal(mean, scale).log_prob(y)[:, 0]
+        errors = (mean - y).square()[:, 0]
+    expected = torch.stack([errors, logs])[:, kept]
+    if reduction != "none":
+        expected = (expected * WEIGHTS[kept]).sum(1)
+    if reduction == "mean":
+        expected = expected / WEIGHTS.sum()
+    loader = [(x[:20], y[:20], WEIGHTS[:20]), (x[20:], y[20:], WEIGHTS[20:])]
+    torch.testing.assert_close(wrapped.evaluate(loader, reduction=reduction), tuple(expected))
+
+
+@pytest.mark.parametrize("kind", ["Bernoulli", "Ordinal"])
+def test_tempered_labels_are_evaluated_as_classes(kind):
+    y = CLASSES[0][1] if kind == "Ordinal" else CLASSES[0][1].float()[:, None]
+    likelihood = {
+        "Bernoulli": lambda: tyxe.likelihoods.Bernoulli(60, event_dim=1),
+        "Ordinal": lambda: tyxe.likelihoods.Ordinal(60, 2).requires_grad_(False),
+    }[kind]()
+    plain = net(1)
+    plain.weight.data[:, 0] = 1.0
+    bnn = tyxe.VariationalBNN(plain, NORMAL, likelihood, AutoNormal)
+    tempered = TemperatureScaling().wrap(bnn, [(X, y)], num_predictions=0)
+    temperature = tempered.calibrator.temperature
+    logits = bnn.likelihood.class_logits(bnn.predict(X, num_predictions=0)) / temperature
+    logits = logits.flatten(0, -2)
+    expected = -nn.functional.cross_entropy(logits, CLASSES[0][1], reduction="sum")
+    found = tempered.evaluate(X, y)
+    torch.testing.assert_close(found[1], expected)
+    assert found[0] == (logits.argmax(-1) != CLASSES[0][1]).sum()
+    assert found[1] > bnn.evaluate(X, y, num_predictions=0)[1]
+
+
+def test_a_mean_and_a_scale_may_come_as_a_list():
+    mean, scale = torch.zeros(2), torch.ones(2)
+    noise = tyxe.likelihoods.HomoskedasticGaussian(2, scale=1.0)
+    assert_close(noise.mean_and_scale([mean, scale]), (mean, scale))
+
+
 def test_a_plain_net_is_calibrated_and_exported():
     plain = net(2)
     with torch.no_grad():

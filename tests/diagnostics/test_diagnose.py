@@ -533,6 +533,25 @@ def test_the_report_is_a_dictionary_a_table_and_a_figure():
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()][-1] == one.name
 
 
+@pytest.mark.parametrize("kind", ["numbers", "classes"])
+def test_the_figure_counts_points_by_their_weights(kind):
+    torch.manual_seed(0)
+    x, y = classes(200, 0) if kind == "classes" else HELD_OUT
+    likelihood = likelihoods.Categorical(200) if kind == "classes" else gaussian()
+    bnn = mean_field(net(2, 2) if kind == "classes" else net(), likelihood)
+    weights = torch.arange(len(x)) % 3.0
+    again = weights.long().nonzero()[:, 0].repeat_interleave(weights[weights > 0].long())
+    given = [(x, tyxe.data.Targets(y, weights))], [(x[again], y[again])]
+    weighted, repeated = (
+        diagnose(bnn, [(x, y)], data, num_predictions=0).plot().axes[1] for data in given
+    )
+    if kind == "classes":
+        found, expected = (ax.lines[-1].get_xydata() for ax in (weighted, repeated))
+    else:
+        found, expected = (ax.patches[0].get_path().vertices for ax in (weighted, repeated))
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_line_of_parts_is_the_worst():
     line = Line.of_parts("n", {"a": 1.0, "b": math.nan, "c": 9.0}, (0, 2), (0, 5), "mend")
     assert (line.where, line.verdict, line.title) == ("b", "fail", "n (b)")

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -186,6 +187,26 @@ def test_bars_of_calibration_curves_are_wilsons():
     ((_, low), (_, high)) = bars.get_segments()[0]
     assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-4)
     assert shades.get_sizes().tolist() == [800]
+
+
+def test_a_weight_of_two_is_drawn_as_the_point_twice():
+    probs, targets = classified(0)
+    weights = torch.arange(len(probs)) % 3
+    again = torch.arange(len(probs)).repeat_interleave(weights)
+    one = plotting.calibration_curve(probs, targets, weights=weights.double())
+    other = plotting.calibration_curve(probs[again], targets[again])
+    same = partial(np.testing.assert_allclose, rtol=1e-5)
+    same(one.lines[-1].get_xydata(), other.lines[-1].get_xydata())
+    same(one.collections[0].get_segments(), other.collections[0].get_segments())
+    same(one.collections[1].get_sizes(), other.collections[1].get_sizes())
+    assert legend_texts(one) == legend_texts(other)
+
+    pit = torch.rand(len(probs)).where(torch.arange(len(probs)) != 1, torch.nan)
+    one = plotting.pit_histogram(pit, weights=weights.double())
+    other = plotting.pit_histogram(pit[again])
+    same(one.patches[0].get_xy(), other.patches[0].get_xy())
+    band, expected = (ax.collections[0].get_paths()[0].vertices for ax in (one, other))
+    same(band, expected)
 
 
 def test_steps_count_the_entropies_below():

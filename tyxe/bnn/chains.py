@@ -317,7 +317,7 @@ def _of_all_data(potential: Potential, starts: Tensor) -> Any:
         bad = (~movable).nonzero().flatten().tolist()
         raise ValueError(
             f"the log joint, or its gradient, is not finite at the starts of chains {bad}, so that "
-            'they could not move: pass other starts, such as init="net"'
+            'they could not move: pass starts of another kind, init="prior", "net" or values'
         )
     if not torch.allclose(first, again, rtol=1e-3):
         raise ValueError(

@@ -249,7 +249,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         Returns:
             The distribution; for a `Joint`, one for each part by name; for `Censored` targets, that
             of the uncensored numbers. A Categorical has a NaN mean and stddev, as in PyTorch; use
-            `probs`.
+            `probs`. Its `log_prob` also takes class probabilities `q`, with `sum_c q_c log p_c`.
 
         Example:
             >>> import pyro.distributions as dist, tyxe

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from tyxe import check, files
 from tyxe.bnn.batches import all_batches, device_for
-from tyxe.bnn.scoring import predicted
+from tyxe.bnn.scoring import check_evaluation, predicted, reduced, weights_of
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
-from tyxe.likelihoods import Censored, Joint, Likelihood
+from tyxe.likelihoods import Censored, HomoskedasticGaussian, Joint, Likelihood
 from tyxe.metrics.checks import check_probs, check_real, check_regression, check_targets
 
 
@@ -66,7 +66,8 @@ class Calibrator(ABC):
         """Fit to a BNN's predictions of held-out data, and return both as a `Calibrated`.
 
         Args:
-            bnn: any BNN with a likelihood, or an `EnsembleBNN`.
+            bnn: any BNN with a likelihood, an `EnsembleBNN`, or one that another calibrator has
+                wrapped, such as a temperature for sets of tempered probabilities.
             loader: yields held-out `(inputs, targets)`, or with weights; missing and ignored
                 targets are left out.
             unpack: a function from a batch of the loader to these.
@@ -74,7 +75,7 @@ class Calibrator(ABC):
 
         Raises:
             TypeError: not a BNN, or one of several outputs, of censored targets, or with
-                predictions that the calibrator does not take.
+                predictions that the calibrator does not take, such as sets.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -86,7 +87,11 @@ class Calibrator(ABC):
             >>> sets.predict(torch.zeros(5, 2)).shape
             torch.Size([5, 3])
         """
-        if not hasattr(bnn, "_to_evaluate"):
+        plain = bnn
+        if isinstance(bnn, Calibrated):
+            bnn._check_replaces("wrap its bnn")
+            options, plain = bnn._options | options, bnn._plain
+        if not hasattr(plain, "_to_evaluate"):
             raise TypeError(
                 f"bnn is {described(bnn)}; expected a BNN: for any other model call "
                 "fit(predictions, y), or wrap a VariationalBNN with a prior that hides all"
@@ -98,7 +103,7 @@ class Calibrator(ABC):
                 "the targets may be censored, so that nobody knows whether an interval holds them: "
                 "call fit(predictions, y) with points that are known"
             )
-        batches = all_batches(bnn._to_evaluate(loader, unpack), device_for(bnn))
+        batches = all_batches(plain._to_evaluate(loader, unpack), device_for(plain))
         judged = predicted(bnn, batches, **options)
         self.fit(self.of(judged.predictions, bnn.likelihood), judged.targets)
         return Calibrated(bnn, self, options)
@@ -122,7 +127,8 @@ class Calibrator(ABC):
     def _state_in(self, saved: Any, path: Any) -> dict[str, Any]:
         name = saved.get("calibrator") if isinstance(saved, dict) else None
         if name != type(self).__name__:
-            raise ValueError(f"{path} is of a {name}; expected a {type(self).__name__}")
+            given = f"a {name}" if name else "no calibrator"
+            raise ValueError(f"{path} is of {given}; expected a {type(self).__name__}")
         found: dict[str, Any] = saved["state"]
         return found
 
@@ -137,7 +143,7 @@ class Calibrated:
     """A BNN whose predictions go through a calibrator; `Calibrator.wrap` makes it.
 
     Args:
-        bnn: the BNN.
+        bnn: the BNN, or a `Calibrated`, whose predictions go through both calibrators in turn.
         calibrator: a fitted calibrator, or one to load.
         options: options of `predict`, such as `num_predictions`; `load` replaces them.
     """
@@ -155,10 +161,60 @@ class Calibrated:
         )
         return f"Calibrated(\n{indent(parts, '  ')}\n)"
 
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the BNN."""
+        found: Likelihood = self.bnn.likelihood
+        return found
+
+    @property
+    def _plain(self) -> Any:
+        """The BNN without any calibrators."""
+        return self.bnn._plain if isinstance(self.bnn, Calibrated) else self.bnn
+
     def predict(self, *inputs: Any, **options: Any) -> Any:
         """Return calibrated predictions, sets or intervals; arguments are those of the BNN."""
         found = self.bnn.predict(*inputs, **(self._options | options))
-        return _through(self.calibrator, found, self.bnn.likelihood)
+        return _through(self.calibrator, found, self.likelihood)
+
+    def evaluate(
+        self,
+        input_data: Any,
+        y: Tensor | None = None,
+        *,
+        reduction: str = "sum",
+        unpack: Unpack | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Return error and log-likelihood of calibrated predictions on data with targets.
+
+        For numbers, the log-likelihood is that of Normals with their means and scales.
+
+        Args:
+            input_data, y, reduction, unpack: as in `evaluate` of a BNN.
+            options: of `predict`.
+
+        Raises:
+            TypeError: the calibrator makes sets or intervals, which have no likelihood.
+            ValueError: as in `evaluate` of a BNN.
+        """
+        self._check_replaces("use coverage and size of tyxe.calibration")
+        y = check_evaluation(self, input_data, y, reduction, None)
+        loader = self._plain._to_evaluate(input_data, unpack) if y is None else [(input_data, y)]
+        batches = all_batches(loader, device_for(self._plain))
+        likelihood, predictions, targets = predicted(self, batches, **options)
+        if isinstance(predictions, tuple):
+            likelihood = HomoskedasticGaussian(scale=1.0, event_dim=likelihood.event_dim)
+        error = likelihood.error(predictions, targets)
+        log_likelihood = likelihood.log_likelihood(predictions, targets)
+        parts = error, log_likelihood, weights_of(likelihood, targets)
+        found: tuple[Tensor, Tensor] = reduced(likelihood, parts, reduction)
+        return found
+
+    def _check_replaces(self, hint: str) -> None:
+        if not self.calibrator.replaces:
+            name = type(self.calibrator).__name__
+            raise TypeError(f"{name} does not return predictions, but sets or intervals: {hint}")
 
     def to_ensemble(
         self, num_draws: int | None = None, *, closed_form: bool = False, link: str = "probit"
@@ -191,7 +247,7 @@ class Calibrated:
         closed_form = check.flag("closed_form", closed_form)
         how = {"closed_form": True, "link": link} if closed_form else {}
         wanted = {"predictive": "glm", "link": link} if closed_form else {"predictive": "bnn"}
-        for one in getattr(self.bnn, "members", [self.bnn]):
+        for one in getattr(self._plain, "members", [self._plain]):
             own = {"predictive": one._default_predictive, "link": "mc"} | self._options
             given = {name: own[name] for name in wanted}
             if given != wanted:
@@ -201,28 +257,43 @@ class Calibrated:
                     f"link={own['link']!r}, and the module makes others: wrap(bnn, loader, {asked})"
                 )
         module = self.bnn.to_ensemble(num_draws, **how)
-        return CalibratedModule(module, self.calibrator, self.bnn.likelihood)
+        return CalibratedModule(module, self.calibrator, self.likelihood)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write BNN, calibrator and options to one file; an OSError leaves an earlier file."""
-        own = {"bnn": dict(self.bnn.state_dict()), "options": self._options}
-        files.write(path, {**self.calibrator._content(), **own})
+        files.write(path, self._content())
+
+    def _content(self) -> dict[str, Any]:
+        inner = self.bnn
+        state = inner._content() if isinstance(inner, Calibrated) else dict(inner.state_dict())
+        return {**self.calibrator._content(), "bnn": state, "options": self._options}
 
     def load(self, path: str | os.PathLike[str]) -> Calibrated:
         """Read what `save` has written, and return itself.
 
         Raises:
             RuntimeError: the state is of another BNN; nothing is changed.
-            ValueError: a damaged file, or one of another calibrator; nothing is changed.
+            ValueError: a damaged file, or one of other calibrators; nothing is changed.
         """
-        saved = files.read(path)
+        self._restore(files.read(path), path)
+        return self
+
+    def _restore(self, saved: Any, path: Any) -> None:
         state = self.calibrator._state_in(saved, path)
         if "bnn" not in saved:
             raise ValueError(f"{path} is of a calibrator alone: load it by calibrator.load(path)")
-        self.bnn.load_state_dict(saved["bnn"])
+        first = saved["bnn"].get("calibrator")
+        if isinstance(self.bnn, Calibrated):
+            self.bnn._restore(saved["bnn"], path)
+        elif first is not None:
+            raise ValueError(
+                f"{path} is of two calibrators: load it by "
+                f"Calibrated(Calibrated(bnn, {first}()), {saved['calibrator']}())"
+            )
+        else:
+            self.bnn.load_state_dict(saved["bnn"])
         self.calibrator.__dict__.update(state)
         self._options = saved["options"]
-        return self
 
 
 class CalibratedModule(nn.Module):

@@ -117,9 +117,9 @@ def _of_members(case: Case) -> list[Line]:
     ]
 
 
-def _to_draw(case: Case) -> tuple[Tensor, ...]:
+def _to_draw(case: Case) -> tuple[Tensor | None, ...]:
     judged = case.predicted
     if judged.kind == "numbers":
-        mean, scale, y, _ = judged.numbers()
-        return (metrics.gaussian_pit(mean, scale, y),)
-    return judged.classes()[:2] if judged.kind == "classes" else ()
+        mean, scale, y, weights = judged.numbers()
+        return metrics.gaussian_pit(mean, scale, y), weights
+    return judged.classes() if judged.kind == "classes" else ()

@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from tyxe import plotting
 from tyxe.plotting.axes import pyplot
 
@@ -110,10 +108,10 @@ class Report(dict[str, Line]):
 
     Attributes:
         predicted: probabilities of held-out classes and these, or the integral transform of
-            held-out numbers; empty of other targets.
+            held-out numbers, and how often each counts, None for once; empty of other targets.
     """
 
-    def __init__(self, lines: Iterable[Line], predicted: tuple[Tensor, ...] = ()) -> None:
+    def __init__(self, lines: Iterable[Line], predicted: tuple[Any, ...] = ()) -> None:
         super().__init__((line.name, line) for line in lines)
         self.predicted = predicted
 
@@ -161,10 +159,12 @@ class Report(dict[str, Line]):
             said = f"{line.value:.3g}" + (f"   ({line.threshold})" if line.threshold else "")
             left.scatter([0.05], [row], color=VERDICTS[line.verdict])
             left.text(0.13, row, said, va="center", fontsize=8)
-        if len(self.predicted) == 2:
-            plotting.calibration_curve(self.predicted[0], self.predicted[1], right)
+        if len(self.predicted) == 3:
+            probs, y, weights = self.predicted
+            plotting.calibration_curve(probs, y, right, weights=weights)
         elif self.predicted:
-            plotting.pit_histogram(self.predicted[0], right)
+            pit, weights = self.predicted
+            plotting.pit_histogram(pit, right, weights=weights)
         else:
             right.set_visible(False)
         return figure

@@ -31,7 +31,7 @@ from tyxe.files import as_bytes, of_bytes
 from tyxe.linalg import Diagonal, Inverse, Operator
 from tyxe.linalg.functions import permuted
 from tyxe.threads import only_handlers
-from tyxe.util import is_discrete, is_real, resolve_site_name
+from tyxe.util import at_least_float32, is_discrete, is_real, resolve_site_name
 
 
 @dataclass(frozen=True)
@@ -331,4 +331,4 @@ def weight_covariance(guide: AnyGuide, blocks: ParamBlocks) -> Operator:
                 "it: predict with predictive='bnn', or use tyxe.guides.AutoNormal"
             )
         variances[name] = moments[1].to(moments[0].dtype)
-    return Diagonal(blocks.flatten(variances))
+    return Diagonal(at_least_float32(blocks.flatten(variances)))

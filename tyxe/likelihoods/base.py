@@ -147,8 +147,9 @@ class Likelihood(nn.Module, ABC):
             >>> Poisson(10).mean_and_scale(torch.tensor([4.0]).log())
             (tensor([4.]), tensor([2.]))
         """
-        if isinstance(predictions, tuple):
-            return predictions
+        if isinstance(predictions, tuple | list):  # a list after JSON
+            mean, scale = predictions
+            return mean, scale
         if self.has_classes:
             name = type(self).__name__
             raise TypeError(f"the targets of {name} are classes: they have sets, and no intervals")

@@ -170,7 +170,10 @@ class Categorical(Likelihood):
 
 
 class LogitCategorical(dist.Categorical):
-    """A Categorical whose `log_prob` runs the two fused kernels of the cross-entropy."""
+    """A Categorical whose `log_prob` runs the two fused kernels of the cross-entropy.
+
+    It also takes class probabilities `q` in the place of labels, with `sum_c q_c log p_c`.
+    """
 
     def __init__(self, logits: Tensor) -> None:
         self._param = self.logits = logits.log_softmax(-1)
@@ -183,6 +186,8 @@ class LogitCategorical(dist.Categorical):
         return dist.Categorical(logits=self.logits, validate_args=False).expand(batch_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
+        if value.is_floating_point() and value.shape == self.logits.shape:
+            return _SoftCategorical(self).log_prob(value)
         if value.shape != self.batch_shape or not value.dim():
             log_prob: Tensor = super().log_prob(value)
             return log_prob

@@ -25,6 +25,7 @@ def calibration_curve(
     min_count: int = 5,
     color: str | None = None,
     marker: str = "o",
+    weights: Tensor | None = None,
 ) -> "Axes":
     r"""Draw accuracy against confidence with the diagonal, and the ECE in the label.
 
@@ -40,6 +41,7 @@ def calibration_curve(
             their accuracy is too uncertain.
         color: colour of the curve; None uses the next colour of the axes.
         marker: matplotlib's name of the marker.
+        weights: how often each point counts, `(n,)`.
 
     References:
         Guo et al. (2017), On calibration of modern neural networks, figure 1.
@@ -50,8 +52,9 @@ def calibration_curve(
         >>> ax.lines[-1].get_label()
         'MAP (ECE 25.0 %)'
     """
-    curve = metrics.calibration_curve(probs, targets, num_bins)
-    ece = f"ECE {100 * metrics.expected_calibration_error(probs, targets, num_bins):.1f} %"
+    curve = metrics.calibration_curve(probs, targets, num_bins, weights=weights)
+    error = metrics.expected_calibration_error(probs, targets, num_bins, weights)
+    ece = f"ECE {100 * error:.1f} %"
     ax = axes(ax)
     if not any(line.get_gid() == "diagonal" for line in ax.lines):
         ax.plot([0, 1], [0, 1], gid="diagonal", color="0.6", linestyle="dashed", linewidth=1)
@@ -249,7 +252,7 @@ def _draw_methods(
     results: Mapping[str, tuple[Tensor, Tensor, Tensor | None]],
     left: "Axes",
     right: "Axes",
-    bins: dict[str, int],
+    bins: dict[str, Any],
 ) -> None:
     for i, (name, (probs, targets, ood_probs)) in enumerate(results.items()):
         color, marker = look_of(i)

@@ -69,23 +69,32 @@ def predictive_band(
 
 
 def pit_histogram(
-    pit: Tensor, ax: "Axes | None" = None, *, num_bins: int = 10, label: str = ""
+    pit: Tensor,
+    ax: "Axes | None" = None,
+    *,
+    num_bins: int = 10,
+    label: str = "",
+    weights: Tensor | None = None,
 ) -> "Axes":
     """Draw the density of what `tyxe.metrics.gaussian_pit` returns; flat if it is calibrated.
 
     A valley means that predictions are too certain, a hill that they are too uncertain. The grey
-    band holds 95 % of the bins of as many calibrated points.
+    band holds 95 % of the bins of as many calibrated points. `weights` say how often each counts.
 
     Example:
         >>> len(pit_histogram(torch.rand(50), num_bins=5).patches)
         1
     """
-    values = flat("pit", pit[~pit.isnan()])
+    known = ~pit.isnan()
+    values = flat("pit", pit[known])
+    mass = values.new_ones(len(values))
+    if weights is not None:
+        mass = flat("weights", weights[known], values)
     ax = axes(ax)
     how: dict[str, Any] = {"density": True, "histtype": "stepfilled", "alpha": 0.4, "label": label}
-    ax.hist(values.numpy(), bins=num_bins, range=(0, 1), **how)
+    ax.hist(values.numpy(), bins=num_bins, range=(0, 1), weights=mass.numpy(), **how)
     ax.axhline(1, color="0.6", linestyle="dashed", linewidth=1)
-    half = 1.96 * math.sqrt((num_bins - 1) / len(values))
+    half = 1.96 * math.sqrt((num_bins - 1) / float(mass.sum()))
     ax.fill_between([0, 1], max(1 - half, 0), 1 + half, color="0.5", alpha=0.2, linewidth=0)
     ax.set(xlabel="probability integral transform", ylabel="density", xlim=(0, 1))
     if label:
