@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 import tyxe
+from tyxe.util import aligned
 
 # --- fans ---------------------------------------------------------------------------------------
 
@@ -236,3 +237,11 @@ def test_a_part_that_cannot_start_anew_is_named() -> None:
 
     with pytest.raises(ValueError, match=r"'child\.offset' has no reset_parameters"):
         tyxe.util.reset_parameters_(Parent())
+
+
+def test_a_part_of_a_vector_is_copied_where_a_parameter_would_start_elsewhere():
+    vector = torch.empty(9, device="meta")
+    whole, part, even = vector, vector[1:], vector[4:]
+    assert aligned(whole) is whole
+    assert aligned(even) is even
+    assert aligned(part) is not part

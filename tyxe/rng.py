@@ -104,7 +104,11 @@ def _start_from(seed: int) -> None:
     for generator in () if stream is None else stream.generators.values():
         generator.manual_seed(seed)
     if stream is None:
-        torch.manual_seed(seed)
+        # `torch.manual_seed` notes a traceback for each kind of device that is not in use.
+        torch.default_generator.manual_seed(seed)
+        for device in _devices()[1:2]:
+            module, _ = _generators(device)
+            getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ Inputs = Any
 
 SITE_PRIORS = "_tyxe_site_priors"  # where `Prior.apply_` records a net's sites
 NET = "_tyxe_net"  # where a BNN says which of its parts is the net
+_ALIGNMENT = 16  # bytes that kernels of GPUs read at once
 
 
 # --------------------------------------------------------------------------- sites of a net
@@ -445,6 +446,18 @@ def in_function_transform() -> bool:
     """Whether a `torch.func` transform is active, which custom autograd nodes do not take."""
     # PyTorch has no public name for it.
     return torch._C._are_functorch_transforms_active()
+
+
+def aligned(tensor: Any) -> Any:
+    """Return a tensor that starts at an address at which a parameter may start.
+
+    A part of a longer vector may not. Fused kernels of GPUs, such as that of a transformer layer,
+    then fail.
+    """
+    if tensor.device.type == "cpu" or type(tensor) is not Tensor:
+        return tensor
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor if is_wrapped or tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
 # --------------------------------------------------------------------------- containers

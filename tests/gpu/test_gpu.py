@@ -15,6 +15,7 @@ from typing import Any
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -174,6 +175,20 @@ def test_draws_at_once_give_the_outputs_of_draws_one_by_one(front: str) -> None:
     ensemble = bnn.to_ensemble(9)
     ensemble.likelihood = None
     torch.testing.assert_close(ensemble(x.to(DEVICE)), found[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("vectorize", [False, None])
+def test_draws_that_are_parts_of_a_vector_run_in_fused_layers(vectorize: bool | None) -> None:
+    """These kernels want weights that start at multiples of 16 bytes."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    front = nn.Linear(2, 5), nn.Linear(5, 8)  # of which the first has 15 numbers
+    net = nn.Sequential(*front, body, nn.Flatten(), nn.Linear(40, 3)).to(DEVICE)
+    likelihood = tyxe.likelihoods.Categorical(6)
+    bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, AutoLowRankMultivariateNormal)
+    x = torch.randn(6, 5, 2, device=DEVICE)
+    assert bnn.predict(x, num_predictions=3, vectorize=vectorize).isfinite().all()
+    assert bnn.to_ensemble(3)(x).isfinite().all()
 
 
 @pytest.mark.skipif(not IS_GPU, reason="the memory of a processor is not counted")

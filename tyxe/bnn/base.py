@@ -33,7 +33,7 @@ from tyxe.priors import Prior
 from tyxe.priors.selection import parameters_of
 from tyxe.priors.sites import SitePriors
 from tyxe.threads import as_before, exclusive
-from tyxe.util import NET, SITE_PRIORS, Inputs, outside_inference
+from tyxe.util import NET, SITE_PRIORS, Inputs, aligned, outside_inference
 
 # Draws of weights in a prediction that is not told how many.
 DEFAULT_DRAWS = 32
@@ -255,7 +255,7 @@ class BNN(Saved, nn.Module):
                 )
             value = substitute_site(name, values[name])
             own: Any = slots[0][0]._parameters[slots[0][1]]
-            value = self.net_prior.whole_of(name.removeprefix(prefix), own, value)
+            value = aligned(self.net_prior.whole_of(name.removeprefix(prefix), own, value))
             tensors |= {id(module._parameters[attribute]): value for module, attribute in slots}
         return tensors
 
