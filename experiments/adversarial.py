@@ -10,12 +10,9 @@ plain draws, whose standard deviations are fitted or stay at 0.01.
 
 Figure: entropy on notMNIST's letters [T fig. 3.4]; entropy and accuracy after one step x - eta
 range sign(grad log max p) [T fig. 3.5]; accuracy and p(0) over steps towards class 0, without the
-images predicted 0 before [T fig. 3.6]. A step is never judged by the draws that it followed. Table:
-accuracy (the paper's), NLL and entropies (nats), AUROC by entropy, accuracy after steps towards 0.
-
-Reduced: epochs, images and draws; a rate that falls by a cosine. Not said in [T], and our choice:
-the prior of the one net, N(0, 1), a weight decay of 1 / N; one sampled label a point for the
-curvature; rate and start of the mean field; the grids; the last 10,000 images for validation.
+images predicted 0 before [T fig. 3.6]. A step is never judged by the draws that it followed. Not
+said in [T], and our choice: the prior of the one net, N(0, 1), a weight decay of 1 / N; one sampled
+label a point for the curvature; the mean field's rate and start; the grids; validation images.
 """
 
 import copy

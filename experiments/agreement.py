@@ -1,18 +1,17 @@
 """How far the predictions of every method are from those of long chains, on nets of 1,000 weights.
 
-The reference is NUTS, four chains, whose split R-hat is below 1.01 for all outputs. Every method
-has its net, its prior N(0, 1) over all weights and the temperature 1, whether it predicts best so
-or not (plain nets and dropout have no prior); rates are usual ones, and not tuned.
+The reference is NUTS, four chains, whose split R-hat is below 1.01 for all outputs; the row "NUTS"
+is another run of it. Every method has its net, its prior N(0, 1) over all weights and the
+temperature 1, whether it predicts best so or not; rates are usual ones, and not tuned.
 
   digits             64-13-10, tanh (985 weights), 900 of scikit-learn's digits to train
   yacht, concrete    one layer of 10 tanh units, standardised targets, a noise of 0.6: with 0.3
                      chains on concrete do not come together (R-hat 2.6), and on energy with either
                      not quite (1.012 by 6,000 samples a chain, 1.011 by 12,000)
 
-Columns, mean and standard error over seeds: of classes the share of held-out inputs with the same
-most probable class, in percent, and the total variation of the probabilities; of numbers the
-2-Wasserstein distance of the net's outputs in units of their standard deviation in the reference.
-The row "NUTS" is another run of the reference.
+Columns: of classes the share of held-out inputs with the same most probable class, and the total
+variation of the probabilities; of numbers the 2-Wasserstein distance of the net's outputs in units
+of their standard deviation in the reference.
 """
 
 import math

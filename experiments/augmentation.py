@@ -5,14 +5,8 @@ the Fisher with one drawn label an image, by Kronecker factors (damped) or a dia
 the training images as they are, or changed anew in each of four passes. Weights are drawn. The
 posterior's width has two numbers [T 3.41]: N, the number of points that the curvature is counted
 for, and tau, the prior's precision; the pair of the lowest cross-entropy of images that the net was
-not trained on, or, untuned, the number of training images and 1.
-
-Columns: accuracy, NLL (nats), ECE (15 bins); entropies (nats) of test images that are predicted
-right and wrong, and the AUROC that tells them apart; NLL of training images as they are and
-changed; the sum of the curvature's diagonal, of all weights and points. Figure: the fraction of
-test images above an entropy, those that are right and those that are wrong. Mean and standard error
-over seeds. The notes say of the paper's figures no more than that they compare the two curvatures;
-the net, images and columns are ours.
+not trained on, or, untuned, the number of training images and 1. The notes say of the paper's
+figures no more than that they compare the two curvatures; the net, images and columns are ours.
 """
 
 from functools import partial

@@ -1,17 +1,14 @@
 """Nets of binary weights on MNIST, and what they know of FashionMNIST [T tab. 4.2, fig. 4.4].
 
-The convolutional net Conv64 - MaxPool - Tanh - Conv128 - MaxPool - Tanh - Linear2048 - Tanh -
-Linear10 and, in addition, the fully connected one of permuted MNIST, 784-100-100-10 (tanh), both
+A convolutional net and the fully connected one of permuted MNIST, 784-100-100-10 (tanh), both
 without biases. Weights are 1 / sqrt(fan_in) or its negative. Rows: the net of real weights that all
 others start from; signs by the straight-through estimator (STE, real weights clipped to [-1, 1]),
 scores averaged over the nets of the ensemble (STE ensemble), whose starts differ; Bernoulli
 posteriors, the KL weighed by tau; Beta(1 + delta, 1 + delta) regularised ones, weighed by 1.
-Columns: accuracy, NLL (nats an image), ECE (15 bins), predictive entropy on FashionMNIST (log 10 =
-2.30), AUROC by it, entropy of a weight (log 2 = 0.693), NLL of as many training images; mean and
-standard error over seeds, [T tab. 4.2] in brackets. Figure, of the convolutional net: (a)
-calibration of all class probabilities; (b) share of FashionMNIST with an entropy below v; (c)
-accuracy on both sets where the confidence is at least c, FashionMNIST being always wrong. Reduced:
-the net, images, epochs, seeds. Batches and the fit of real weights are our choice.
+Columns in nats: NLL, entropies (log 10 = 2.30; of a weight log 2 = 0.693). Figure, of the
+convolutional net: (a) calibration of all class probabilities; (b) share of FashionMNIST with an
+entropy below v; (c) accuracy on both sets where the confidence is at least c, FashionMNIST being
+always wrong. Batches and the fit of real weights are our choice.
 """
 
 import copy

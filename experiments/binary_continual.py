@@ -1,13 +1,11 @@
 """Binary weights on permuted MNIST: the posterior of each task is the next prior [T fig. 4.5, 4.6].
 
-Ten tasks, each MNIST with pixels permuted in its own way, one after the other by one net
-784-100-100-10 (tanh, no biases) of weights 1 / sqrt(fan_in) or its negative, which starts from one
-of real weights fitted to the first task. Rows: Bernoulli posteriors, the KL weighed by tau; the
-same after a first task of Beta(1 + delta, 1 + delta) regularised probabilities (tau 0.1 if none is
-said); signs by the straight-through estimator (STE), real weights clipped to [-1, 1] or not. Figure
-and table have the accuracy, averaged over the tasks seen, on the first and on the newest task, and
-the mean entropy of a weight of each layer (log 2 = 0.693). Reduced: images, epochs and seeds, at a
-higher rate. tau, batches and the fit of real weights are our choice.
+Ten tasks, each MNIST with pixels permuted in its own way, one after the other by the fully
+connected net of `binary.py`, which starts from one of real weights fitted to the first task. Rows:
+Bernoulli posteriors, the KL weighed by tau; the same after a first task of Beta(1 + delta, 1 +
+delta) regularised probabilities; signs by the straight-through estimator (STE), real weights
+clipped to [-1, 1] or not. Figure and table have the accuracy, averaged over the tasks seen, on the
+first and on the newest task, and the mean entropy of a weight of each layer (log 2 = 0.693).
 """
 
 import math

@@ -2,18 +2,13 @@
 
 In [T] their negative log-likelihood (NLL) on MNIST is .005 above the estimator's (STE), in the
 reduced runs of `binary.py` more. One thing is changed at a time, of the nets, the fits and the
-predictions of that file; the posterior is Bernoulli with tau 0.001.
+predictions of that file; the posterior is Bernoulli with tau 0.001. All of a seed start from one
+net of real weights. `concrete draws` are of weights, by two temperatures, in place of sums that are
+Gaussian by the central limit theorem; `start x 4` has logits that are a multiple of the weights.
 
-Rows: `STE` and the posterior, `base`; both with more steps; both at other rates; the posterior as a
-mean of several draws a step; without KL; by concrete draws of weights, of two temperatures, in
-place of sums that are Gaussian by the central limit theorem; from logits that are a multiple of the
-weights. All of a seed start from one net of real weights.
-
-Columns: accuracy, NLL (nats an image), ECE (15 bins) and NLL of half as many training images, by
-draws of nets as in `binary.py`; NLL and ECE of the likelier value of each weight (`mode`); NLL by
-eight times as many draws (`many draws`), and by draws of sums, as in training (`sums`); entropy of
-a weight (log 2 = 0.693). Mean and standard deviation over seeds. The nets have no BatchNorm.
-Reduced against `binary.py`, which is reduced itself: channels, hidden units and images.
+Columns: scores by draws of nets as in `binary.py`, NLL also of half as many training images; by the
+likelier value of each weight (`mode`); by eight times as many draws (`many draws`), and by draws of
+sums, as in training (`sums`); entropy of a weight (log 2 = 0.693).
 """
 
 import copy

@@ -1,13 +1,12 @@
 """A graph convolutional net on Cora, by ML, MAP, mean field and Laplace [T 5.3.1, tab. 5.2].
 
 Two layers, 1433-16-7 with a ReLU between; each is a linear map after the plain sum over neighbours
-and the node itself, in DGL, PyTorch Geometric or plain PyTorch. Planetoid's split: 140 labelled
-nodes to train, 500 to validate, 1,000 to test; features sum to one, all nodes make a batch, a mask
-leaves those without a label out of the loss. NLL is the lowest on validation nodes of all times
-that the net was looked at, the other columns are those of test nodes then (ECE with 10 bins); ± is
-two standard errors, in brackets [T tab. 5.2]. Reduced: mean field is looked at after each fourth
-step. Beyond the paper: other ways of sampling, mini-batches of neighbour-sampled nodes, Laplace
-about the MAP, its prior precision by the highest evidence or the lowest validation NLL (tuned).
+and the node itself, in DGL, PyTorch Geometric or plain PyTorch. Planetoid's split; features sum to
+one, all nodes make a batch, a mask leaves those without a label out of the loss. NLL is the lowest
+on validation nodes of all times that the net was looked at, the other columns are those of test
+nodes then; ± is two standard errors. Beyond the paper: other ways of sampling, mini-batches of
+neighbour-sampled nodes, Laplace about the MAP, its prior precision by the highest evidence or the
+lowest validation NLL (tuned).
 """
 
 import importlib.util

@@ -3,13 +3,8 @@
 The nets and fits are those of `inducing_images.py` at its settings: a deterministic net, an
 ensemble of five, mean fields of the weights (FFG-W) and of inducing weights (FFG-U), an ensemble of
 these (ensemble-U). Test images of FashionMNIST, the same for all, are corrupted in six ways at five
-levels: Gaussian noise, Gaussian blur, brightness, contrast, fewer pixels, and rounded coefficients
-of the cosine transform of blocks of 8 x 8 pixels, as JPEG rounds them.
-
-Accuracy, NLL (nats an image), ECE (10 bins). First table: means over the ways, by level, 0 being
-the images as they are; second: means over the levels, by way. Mean and standard error over seeds,
-in brackets [T], a ResNet-50 on CIFAR-10 and 19 ways. Reduced, besides what the nets are: six ways
-of ours, and a part of the test images.
+levels. First table: means over the ways, by level, 0 being the images as they are; second: means
+over the levels, by way; in brackets [T], a ResNet-50 on CIFAR-10 and 19 ways.
 """
 
 import math

@@ -5,10 +5,9 @@
 
 Each process has its part of every batch, and PyTorch's DistributedDataParallel averages gradients:
 `VariationalBNN.fit(..., parallel=DistributedDataParallel)`, and a loop of one's own on a
-`PytorchBNN`. A small MLP on 1,536 digits, mean field, in float64, so that what differs between one
-process and two is rounding. With `--draws same` every process draws the same weights; with
-`independent` each has a seed of its own: the gradient is right on average. The table has losses
-(nats), and the largest relative difference of an epoch's from one process's.
+`PytorchBNN`. Mean field in float64, so that what differs between one process and two is rounding.
+With `--draws same` every process draws the same weights; with `independent` each has a seed of its
+own: the gradient is right on average.
 """
 
 import os

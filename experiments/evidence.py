@@ -11,14 +11,11 @@ precision of the largest evidence, or of the best log-likelihood of held-out dat
             fewer tokens tell the kind
   energy    a tanh net of 492 points with a Gaussian noise of 0.1: numbers, to compare with
 
-"along" lets evidence move the prior every tenth of a training of its own, so that the mode is
-that of the prior it ends with. Columns: negative log-likelihood (NLL, nats a point), error (% of
-classes; root mean squared error of numbers), expected calibration error (15 bins; of numbers the
-mean distance of intervals' coverage from their levels), the weights that the data determine for
-each point, gamma / N, at the precision found, that precision, and the share of seeds in which
-`optimize_prior_precision` warned; the first line of each data set also says how uncertain the net
-is of its training data: the mean of 1 - sum_c p_c^2. No paper has this table. The LoRA rows need
-the extra `huggingface`.
+"along" lets evidence move the prior every tenth of a training of its own, so that the mode is that
+of the prior it ends with. gamma / N are the weights that the data determine for each point, at the
+precision found; "warned" is the share of seeds in which `optimize_prior_precision` did; the first
+line of each set also has the mean of 1 - sum_c p_c^2 of training data. The LoRA rows need the extra
+`huggingface`.
 """
 
 import warnings

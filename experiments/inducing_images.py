@@ -1,21 +1,15 @@
 """Inducing weights on images: accuracy, calibration, unknown and corrupted images [T 4.2.4].
 
 A deterministic net, an ensemble of five, a mean field of the weights (FFG-W), one of inducing
-weights (FFG-U), and an ensemble of these (ensemble-U); BatchNorm stays deterministic. FFG-W has the
-prior N(0, 1), starts at a net's values with standard deviations of 1e-4; U has the prior
-N(0, 1 / columns), starts at random, M x M inducing weights in every layer. Standard deviations and
+weights (FFG-U), and an ensemble of these (ensemble-U); BatchNorm stays deterministic. FFG-W starts
+at a net's values, U at random, M x M inducing weights in every layer. Standard deviations and
 lambda have caps. The KL counts for nothing in the "free" epochs, and its weight grows over the
 "annealed" ones. Then FFG-U is fitted on with half and with a quarter of its maps' entries, FFG-W
 with a tenth and a hundredth of its weights. `--parts ablation` [T fig. 4.10] fits FFG-U with other
 M, caps of lambda (0: weights are a function of U) and of standard deviations (0: U is a point).
 
-Columns: accuracy, negative log-likelihood (NLL, nats an image), expected calibration error (ECE, 10
-bins), Brier score, area under the ROC curve of the maximal probability against other images,
-parameters to store; and, at levels 1, 3 and 5, accuracy and ECE of test images corrupted by noise,
-blur, brightness and contrast. Mean and standard error over seeds. Reduced: FashionMNIST for
-CIFAR-10, of which the local files have a fifth, a net of seven convolutions for ResNet-50; images,
-M, epochs, at higher rates, ten times so for scales, since they would not get to their caps; four
-corruptions of ours for 19. Settings were chosen on training images that are not trained on.
+Other images are told by the maximal probability; accuracy and ECE of corrupted ones are at levels
+1, 3 and 5. Settings were chosen on training images that are not trained on.
 """
 
 import copy

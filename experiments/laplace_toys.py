@@ -3,10 +3,7 @@
 `cubic` [T fig. 3.2, 3.3]: x^3 from 20 points, noise of 3, a net 1-7-7-1 (ReLU). One fitted net, and
 about its weights a Gaussian by Kronecker factors, by a diagonal and in full, against HMC: drawn
 weights with two hyperparameters, N and tau of [T 3.41], tuned on 20 held-out points; drawn weights
-as they come; and the linearised net as it comes. Mean predictive standard deviations where there
-are data and beyond, and negative log-likelihood (NLL) of 1,000 points, nats; of the fitted net the
-root mean square of its error at the held-out points. HMC is of the first seed alone, if of any.
-Reduced: 1,000 of its samples, the thesis has 50,000.
+as they come; and the linearised net as it comes. HMC is of the first seed alone, if of any.
 
 `step` [GLM fig. 3]: two weights and ten points, where the Gaussian puts mass on slopes that the
 true posterior, found by quadrature, rules out: drawn weights predict far from certain, the

@@ -1,14 +1,12 @@
 """A graph of 100,000 nodes by neighbour sampling: what mean field costs beside the plain net.
 
 A stochastic block model: nodes of ten classes, whose edges go to their own class more often than to
-others, and features that tell the class only in part. The net is that of cora.py, two graph
-convolutions by a backend: PyTorch Geometric, DGL or plain PyTorch. Its loader draws neighbours
-(sampled), so that an epoch is one pass over the labelled nodes by batches; with `--backend dgl`
-DGL's own loader does as well (sampled by DGL), which draws a node's edge to itself as any other.
-Beside them, for its cost alone, a few epochs of the whole graph, each one step with a mask.
-Columns: scores of test nodes, all of whose neighbours are used; CPU seconds of an epoch, its loader
-included; and the peak of memory in training, in MB above what the process held before (Linux), both
-after one epoch that warms up. The plain net has no prior and no guide, in the same code.
+others, and features that tell the class only in part. The net is that of cora.py, and its loader
+draws neighbours (sampled), so that an epoch is one pass over the labelled nodes by batches; with
+`--backend dgl` DGL's own loader does as well (sampled by DGL). Beside them, for its cost alone, a
+few epochs of the whole graph, each one step with a mask. CPU seconds of an epoch include its
+loader; the peak of memory in training is above what the process held before (Linux); both are after
+one epoch that warms up. The plain net has no prior and no guide, in the same code.
 """
 
 import ctypes

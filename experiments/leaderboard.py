@@ -1,21 +1,18 @@
 """All methods beside each other: which one to take.
 
-Data sets: scikit-learn's digits 0 to 7 (8 and 9 are what is not known) and FashionMNIST (notMNIST)
-by a small CNN, Cora by a graph net of two layers, UCI regression by two layers of 50 tanh units
-(all within 5,000 rows), CIFAR-10 (SVHN) by a narrow ResNet-18. The methods train the same net for
-the same epochs of the same batches, by Adam, its rate falling as a cosine; those that start at the
-net of ML or MAP have as many epochs again, ensembles and Multi-SWAG five times as many, SGLD and
-SGHMC as many mini-batches, and MCLMC takes steps by all data after the members' training. Chosen by
-the NLL on validation data, on one seed for all: a knob of three values (a rate; of Laplace the
-prior's precision), then a temperature of as many; ensembles take what their member has. Regression
-trains with the noise that ML has on validation data, and every method's predictions have the one
-noise of the lowest validation NLL.
+The methods train the same net of a data set (`leaderboard_data.py`) for the same epochs of the same
+batches, by Adam, its rate falling as a cosine; those that start at the net of ML or MAP have as
+many epochs again, ensembles and Multi-SWAG five times as many, SGLD and SGHMC as many mini-batches,
+and MCLMC takes steps by all data after the members' training. Chosen by the NLL on validation data,
+on one seed for all: a knob of three values (a rate; of Laplace the prior's precision), then a
+temperature of as many; ensembles take what their member has. Regression trains with the noise that
+ML has on validation data, and every method's predictions have the one noise of the lowest
+validation NLL.
 
-Columns, mean and standard error over seeds, in bold what is within one standard error of the best:
-NLL, nats a point; error, or RMSE of standardised targets; ECE (15 bins), or the mean difference of
-the coverage of central intervals from their levels, 10 to 90 %; area under the ROC curve of known
-and unknown inputs by predictive entropy; seconds to train, what a method starts from included, and
-to predict the test set, as multiples of ML's; memory, the file that `save` writes, likewise.
+In bold is what is within one standard error of the best. "Interval error" is the mean difference of
+the coverage of central intervals from their levels, 10 to 90 %; OOD AUROC is by predictive entropy;
+costs are multiples of ML's: seconds to train, what a method starts from included, and to predict
+the test set, and the file that `save` writes.
 """
 
 import math

@@ -1,4 +1,9 @@
-"""The data sets of the leaderboard with their nets, and the scores of predictions on them."""
+"""The data sets of the leaderboard with their nets, and the scores of predictions on them.
+
+scikit-learn's digits 0 to 7 (8 and 9 are what is not known) and FashionMNIST (notMNIST) by a small
+CNN, Cora by a graph net of two layers, UCI regression by two layers of 50 tanh units (all within
+5,000 rows), CIFAR-10 (SVHN) by a narrow ResNet-18.
+"""
 
 import math
 from functools import cache, partial

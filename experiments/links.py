@@ -6,7 +6,6 @@
 
 All links have the same means and covariances of test points, in double precision. The mode is the
 softmax of the means. The total variation is the distance from the first row, mean over points.
-Columns are means and standard errors over seeds. No paper has this table.
 """
 
 import common

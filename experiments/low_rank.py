@@ -4,10 +4,9 @@
   regression  a sine with noise, 200 points, a net of 1, 40, 40 and 1 units (1,761 weights)
 
 Each net is fitted once, and its curvature taken in every structure at the precision of largest
-evidence by the dense one. Columns: the log evidence minus the dense structure's; the estimate of
-`tyxe.estimate_evidence` minus it, and its standard error; the largest ratio of a predictive
-standard deviation of the linearised net to the dense one's; the log-likelihood of a test point;
-and passes through the data, with four vectors each. No paper has this table.
+evidence by the dense one. Columns: the log evidence, and `tyxe.estimate_evidence`, minus the dense
+structure's; the largest ratio of a predictive standard deviation of the linearised net to the dense
+one's; the log-likelihood of a test point; and passes through the data, with four vectors each.
 """
 
 import common

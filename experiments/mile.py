@@ -1,14 +1,13 @@
 """Regression of UCI sets by microcanonical Langevin ensembles, MILE [S, tab. of UCI].
 
 Two hidden layers of 16 ReLU units; outputs are a mean and the log of a scale. Splits of 70 % for
-training, 10 % for validation and 20 % for testing by seed, standardised. Columns: LPPD, the log
-density of the mean over draws of the predictive densities, nats a point on standardised targets,
-higher is better; RMSE; seconds of processor time, the members' training included. Rows: MAP, full
-batches; a deep ensemble, whose members stop early; MILE, chains of microcanonical dynamics that
-start at these members; NUTS from the same starts; mean field; Laplace with the full matrix,
-linearised, whose scale is a softplus, since a linearised log scale has draws of any size. Other
-than in the paper, columns are standardised by the rows that are not for testing, and the methods
-that stop by no validation loss have that part for training, too. Reduced: samples of NUTS.
+training, 10 % for validation and 20 % for testing by seed, standardised by the rows that are not
+for testing. LPPD is the log density of the mean over draws of the predictive densities, higher is
+better; seconds include the members' training. Rows: MAP, full batches; a deep ensemble, whose
+members stop early; MILE, chains of microcanonical dynamics that start at these members; NUTS from
+the same starts; mean field; Laplace with the full matrix, linearised, whose scale is a softplus,
+since a linearised log scale has draws of any size. The methods that stop by no validation loss have
+that part for training, too.
 """
 
 import math

@@ -1,11 +1,9 @@
 """MILE of `tyxe.samplers` beside bde's, on the benchmark that bde reports [S; bde 1.0.2].
 
-Airfoil, 20 % for testing by seed, standardised; four hidden layers of 16 ReLU units; outputs are a
-mean and a scale by softplus; ten members, by full batches of Adam, that stop early by 15 % of the
-data; ten chains from them. Columns: NLL of the mixture of predictive densities, nats a point on
-standardised targets; RMSE; seconds of processor time by one thread, compilation included; in
-brackets what bde reports of TabPFN v2, gradient-boosted trees, its deep ensemble and itself, there
-in 240 seconds on ten cores. Rows: ours, our members alone, and bde, where it is installed.
+Airfoil; four hidden layers of 16 ReLU units; outputs are a mean and a scale by softplus; ten
+members, by full batches of Adam, that stop early by 15 % of the data; ten chains from them. Seconds
+are of one thread, compilation included; in brackets what bde reports, there in 240 seconds on ten
+cores. Rows: ours, our members alone, and bde, where it is installed.
 """
 
 import importlib.util

@@ -5,7 +5,7 @@
   logistic   of one feature with a bias, 6 points, all weights N(0, 1.5): by a grid of 401 x 401
 
 Columns: the largest error of a mean in posterior standard deviations, and the least and the
-greatest ratio of a standard deviation to the posterior's. No paper has this table.
+greatest ratio of a standard deviation to the posterior's.
 """
 
 from functools import partial

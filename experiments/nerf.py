@@ -1,33 +1,17 @@
 """A radiance field of a cow, deterministic and Bayesian, a quarter of the views held out [T 5.3.2].
 
-A net maps a point and a direction to opacity and colour; a renderer makes an image of it, by
-emission and absorption along rays; and the net is trained on images of an object from all sides
-[T fig. 5.3]. `PytorchBNN` takes the net's place, with the same renderer, the same torch optimiser
-and the same loss, of colours and of silhouettes, plus the KL over the number of values that are
+A net maps a point and a direction to opacity and colour, a renderer makes an image of it, and the
+net is trained on images of an object from all sides [T fig. 5.3]. `PytorchBNN` takes the net's
+place, with the same renderer, optimiser and loss, plus the KL over the number of values that are
 fitted. All of an image is rendered by one draw of the weights, in however many pieces it is
 computed: that is what `hold_sample` is for.
 
-40 views from all around (the last repeats the first, and is left out): 30 to train, and the 9 after
-them, a gap of 92 degrees, held out; with `--gap half` 20 and 19. The deterministic net; the same
-trained for as long again, for the next is, too; the Bayesian net, from the first one's weights with
-standard deviations of 0.01, a N(0, 1) prior, and the weight of the KL rising to 1 / (4 views
-pixels) in the first half: one over the number of values that are fitted; and an ensemble, of the
-first net and of others trained from other weights, whose images are averaged and scored as draws
-are. The original divides by 4 x 30 x 128^2, the same rule for images of 128x128; of 64x64 pixels,
-as here, it gives four times the original's weight, which is --kl-factors 0.25. cow_views.py makes
-the original's images where PyTorch3D is installed.
-
-All are tested on a third part, too: views from a path over and under the object (--over), where no
-training view is; with "level directions" the first net is told that rays are level, to see what of
-its errors there comes from directions that it does not know. What is trained and rendered is kept
-in files (.pt) beside the record.
-
-Columns: means of Huber's function of colours, and of colours and silhouettes, and the peak
-signal-to-noise ratio of colours (dB). In the second table, of the object's pixels: root mean
-squares of errors and mean standard deviations, their rank correlation, and what dropping the pixels
-of the largest standard deviations first gains of what dropping the largest errors first does.
-Reduced: the net, rays, depths and steps, at a higher rate; depths hold the object, where the
-published ones end a little behind its middle.
+The deterministic net; the Bayesian net, from the first one's weights with a N(0, 1) prior, the
+weight of the KL rising to its last in the first half; and an ensemble, of the first net and of
+others from other weights, whose images are averaged and scored as draws are. With "level
+directions" the first net is told that rays are level. Parts of the views: those to train; held out,
+in a gap; and from a path over and under the object (--over). What is trained and rendered is kept
+in files (.pt) beside the record. pages/nerf.md explains the tables and figures.
 """
 
 import sys
@@ -49,7 +33,7 @@ from nerf_scores import (
     reliability,
     uncertainty,
 )
-from rendering import RENDERERS, load
+from rendering import Renderer, load
 from torch import nn
 
 import tyxe
@@ -58,9 +42,8 @@ import tyxe
 PUBLISHED = {"deterministic": 9.4e-3, "Bayesian": 8.1e-3}
 FORMATS = {"colour": ".5f", "colour + silhouette": ".5f", "PSNR": ".2f"}
 GAPS = {"quarter": 1 / 4, "half": 1 / 2}
-LONGER = "deterministic, twice as long"
 LEVEL = "deterministic, level directions"
-METHODS = ["deterministic", LONGER, LEVEL, "Bayesian", "ensemble"]
+METHODS = ["deterministic", LEVEL, "Bayesian", "ensemble"]
 
 
 def check(s):
@@ -115,8 +98,8 @@ def problem(s):
             views = views + over[torch.arange(0, len(over) - 1, 3)]
         # On a CPU, pieces that fit into its cache.
         chunk = 2**14 if s.device == "cpu" else 2**21
-        renderer = RENDERERS[s.renderer](views.pixels.shape[-1], s.depths, s.near, s.far, chunk)
-    except (FileNotFoundError, ImportError, ValueError) as error:
+        renderer = Renderer(views.pixels.shape[-1], s.depths, s.near, s.far, chunk)
+    except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     i = torch.arange(len(views))
     parts = {"train": i < count, "held out": (i >= count) & (i < around)}
@@ -200,9 +183,7 @@ def run_net(s, name, seed):
     """Train a deterministic net; each further member of an ensemble has a start of its own."""
     member = int(name.removeprefix("member ")) - 1 if name.startswith("member") else 0
     net = start(s, seed + 100 * member)
-    if name == LONGER:
-        net.load_state_dict(saved(s, "deterministic", seed)["state"])
-    torch.manual_seed(seed + 100 * member + (2 if name == LONGER else 1))
+    torch.manual_seed(seed + 100 * member + 1)
     found, weights = fit(s, net), sum(parameter.numel() for parameter in net.parameters())
     images = rendered(s, net)[None]
     found |= scored(s, experiment.record(s), name, seed, images, net.state_dict())
@@ -248,11 +229,9 @@ def run_ensemble(s, name, seed, members):
 
 def cells(s, found):
     for seed in s.seeds:
-        nets = ["deterministic", *[LONGER] * (LONGER in s.methods)]
         members = ["deterministic", *(f"member {i + 1}" for i in range(1, s.members))]
         factors = s.kl_factors if "Bayesian" in s.methods else []
-        for name in nets:
-            yield (name, seed), partial(run_net, s, name, seed)
+        yield ("deterministic", seed), partial(run_net, s, "deterministic", seed)
         if LEVEL in s.methods:
             yield (LEVEL, seed), partial(run_level, s, LEVEL, seed)
         for factor in factors:

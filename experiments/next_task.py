@@ -4,11 +4,8 @@ Thirty tasks of permuted MNIST are learned as in `task_sequences.py online`, by 
 averaged over tasks, lambda 3. The next task is then learned several times from there: as the ones
 before (as before), and each time with one change. Counted n times, its data weigh n times as much
 against the prior, which for this task is a lambda of 3/n; fresh curvature takes that of all tasks
-anew at the newest weights; Nesterov's descent has the rate 0.1 divided by the task's number.
-
-Columns, in per cent: accuracy on the newest task and on its training images, the mean over the
-earlier tasks before it and after; and what their negative log-likelihoods rose by, in nats a point,
-summed over the tasks. Reduced as `task_sequences.py online` is.
+anew at the newest weights; Nesterov's descent has the rate 0.1 divided by the task's number. The
+last column has the rise of the negative log-likelihoods of earlier tasks, nats a point, summed.
 """
 
 from functools import partial

@@ -4,7 +4,7 @@
 
 Planetoid's files are pickles, which may run code when they are read. Here they may only build
 arrays, sparse matrices and lists, and the graph that comes out must be the known one: the SHA-256
-of what it holds is compared before the file is written. Other files are neither used nor kept.
+of what it holds is compared before the file is written.
 """
 
 import collections

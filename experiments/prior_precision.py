@@ -2,14 +2,10 @@
 
 A MAP for each prior precision, and about it a Kronecker-factored Laplace approximation with that
 precision: its draws run through the net (bnn), with damping besides (bnn damped), or through the
-linearised net (glm). The first figure and the table have the negative log-likelihood (NLL, nats an
-image) of test images; the second one histograms of the entropy of predictions for test images, and
-for those of another set, at the precision that validation images choose for MAP (first row), and at
-the one that they choose for each prediction (second row).
-
-Data and nets are those of `image_laplace.py`, and reduced as there: 5,000 images, 20 epochs, a
-narrow net, 30 draws, in place of 60,000, 500, 892,010 weights and 100; one precision a decade. The
-notes on the paper say what its figures show, and not for which set and net.
+linearised net (glm). Data and nets are those of `image_laplace.py`. The second figure has
+histograms of the entropy of predictions for test images, and for those of another set, at the
+precision that validation images choose for MAP (first row), and at the one that they choose for
+each prediction (second row). The notes on the paper do not say for which set and net its are.
 """
 
 import copy

@@ -20,12 +20,6 @@ from torch.nn import functional as F
 
 SHAPES = {"images": "VSS3", "silhouettes": "VSS", "R": "V33", "T": "V3", "azimuth_deg": "V"}
 SHAPES |= {"fov_deg": ""}
-# Built in isolation it would not find torch.
-RECIPE = (
-    "it is built from its sources, in a checkout of facebookresearch/pytorch3d with -std=c++20 in "
-    "setup.py: PYTORCH3D_FORCE_NO_CUDA=1 pip install --no-build-isolation . "
-    "(experiments/pages/nerf.md)"
-)
 PARTS = ("pixels", "rotation", "translation", "azimuth")
 
 
@@ -134,7 +128,7 @@ def in_chunks(field, points, directions, size):
 
 
 @dataclass(frozen=True)
-class TorchRenderer:
+class Renderer:
     """Images of `size` pixels a side, by points at `depths` equal steps, a `chunk` at a time."""
 
     size: int
@@ -160,48 +154,3 @@ class TorchRenderer:
     def images(self, views, field):
         xy = pixel_centres(self.size).to(views.pixels).expand(len(views), -1, -1)
         return self.through(views, field, xy).mT.unflatten(-1, (self.size, self.size))
-
-
-class Pytorch3dRenderer:
-    """The same by PyTorch3D's `ImplicitRenderer`."""
-
-    def __init__(self, size, depths, near, far, chunk):
-        try:
-            from pytorch3d import renderer
-        except ImportError as error:  # also of a build for another torch
-            missing = (error.name or "pytorch3d").partition(".")[0]
-            how = RECIPE if missing == "pytorch3d" else f"pip install {missing}"
-            raise ImportError(
-                f"--renderer pytorch3d needs {missing} ({error}): {how}", name=missing
-            ) from error
-        self.p3d, self.chunk = renderer, chunk
-        self.size = {"image_width": size, "image_height": size}
-        self.along = {"n_pts_per_ray": depths, "min_depth": near, "max_depth": far}
-
-    def _render(self, sampler, views, field):
-        place = {"R": views.rotation, "T": views.translation, "fov": views.fov}
-        cameras = self.p3d.FoVPerspectiveCameras(**place, device=views.pixels.device)
-        marcher = self.p3d.EmissionAbsorptionRaymarcher()
-
-        def volume(ray_bundle, **_):
-            points = self.p3d.ray_bundle_to_ray_points(ray_bundle)
-            directions = F.normalize(ray_bundle.directions, dim=-1).reshape(-1, 3)
-            flat = points.reshape(-1, *points.shape[-2:])
-            opacity, colour = in_chunks(field, flat, directions, self.chunk)
-            return opacity.reshape(*points.shape[:-1], 1), colour.reshape(points.shape)
-
-        renderer = self.p3d.ImplicitRenderer(raysampler=sampler, raymarcher=marcher)
-        return renderer(cameras=cameras, volumetric_function=volume)
-
-    def random_rays(self, views, field, count):
-        edges = {"min_x": -1.0, "max_x": 1.0, "min_y": -1.0, "max_y": 1.0}
-        sampler = self.p3d.MonteCarloRaysampler(**edges, n_rays_per_image=count, **self.along)
-        found, ray_bundle = self._render(sampler, views, field)
-        return (part.reshape(len(views), count, -1) for part in (found, ray_bundle.xys))
-
-    def images(self, views, field):
-        sampler = self.p3d.NDCMultinomialRaysampler(**self.size, **self.along)
-        return self._render(sampler, views, field)[0].movedim(-1, 1)
-
-
-RENDERERS = {"torch": TorchRenderer, "pytorch3d": Pytorch3dRenderer}

@@ -5,26 +5,19 @@ reduced runs of `resnet.py` it does not. One thing is changed at a time: the oth
 training images, the labels, the posterior's width.
 
 Setups: `ten classes`; `a quarter`, of the training images, for as many steps; `two classes`, the
-same images labelled animal or vehicle, which is easier; `four times the steps`, of ml alone. Rows:
-a net, ml, and the same trained for as long again as mean field is (ml, longer); about ml Laplace
-over its last layer, and by Kronecker factors over all weights, linearised, both with the precision
-of highest evidence; mean field, which starts at ml, standard deviations capped at 0.05, as in
-`resnet.py`, or at 0.1, as in the paper, or with the KL weighed by 0.02, as that of variational
-Laplace is there; and that (variational Laplace), after `resnet.py`; and the first mean field about
-ml, longer. Mean fields are predicted as they were fitted, within local reparameterisation, and by
-weights drawn; variational Laplace by the mean network.
+same images labelled animal or vehicle; `four times the steps`, of ml alone. Rows: a net, ml, and
+the same trained for as long again as mean field is (ml, longer); about ml Laplace over its last
+layer, and by Kronecker factors over all weights, linearised; mean field, standard deviations capped
+at 0.05 or at 0.1, or with the KL weighed by 0.02, as that of variational Laplace is there; and
+that; and the first mean field about ml, longer. Mean fields are predicted as they were fitted,
+within local reparameterisation, and by weights drawn; variational Laplace by the mean network.
 
-Other images, as many of each: SVHN normalised by its own statistics, as in [T], or by CIFAR-10's;
-notMNIST and FashionMNIST, scaled to 32 x 32, in two random colours an image; Gaussian noise of
-CIFAR-10's mean and deviation; test images whose 16 patches of 8 x 8 are shuffled.
-
-Columns: accuracy, NLL (nats), ECE (15 bins); AUROC of the maximal probability against each. Second
-table, SVHN by its own statistics: its AUROC against test images that the net has right and wrong,
-of which the whole is the mean, weighed by the accuracy; mean confidence in the three; NLL of half
-as many training images; share of standard deviations that are at their cap. Third, by the net that
-a mean field starts at: by how much that overfits, its test less its training NLL, and the rise of
-AUROC from it. Mean and standard error over seeds. Reduced against `resnet.py`, which is reduced
-itself: an eighth of the paper's channels, steps, draws, test images.
+Other images: SVHN normalised by its own statistics, as in [T], or by CIFAR-10's; notMNIST and
+FashionMNIST in two random colours an image; Gaussian noise; test images whose patches are shuffled.
+Second table, SVHN by its own statistics: its AUROC against test images that the net has right and
+wrong; mean confidence in the three; NLL of half as many training images; share of standard
+deviations at their cap. Third, by the net that a mean field starts at: by how much that overfits,
+its test less its training NLL, and the rise of AUROC from it.
 """
 
 from contextlib import nullcontext

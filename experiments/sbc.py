@@ -9,8 +9,7 @@ these, and the truth is ranked among its draws. Uniform ranks are what an exact 
 Functions: the output at the first point and at the middle one (of classes the probability of class
 0), the mean square of all outputs, and the log-likelihood. Columns: p-values of uniformity
 [Säilynoja et al. 2022], and the least of them times their number; then the share of ranks in the
-outer fifth, which ought to be .20: more is too narrow, less too wide, averaged over the first two
-functions. No paper has this table.
+outer fifth, which ought to be .20: more is too narrow, averaged over the first two functions.
 """
 
 from functools import partial

@@ -1,9 +1,8 @@
 """The methods of `tyxe.integrations.sklearn` by cross-validation on data that scikit-learn has.
 
 A number is the negative log-likelihood of held-out folds, in nats a point; of numbers (diabetes,
-friedman) in standard deviations of the targets. friedman is make_friedman1(200, noise=1), moons
-make_moons(200, noise=0.2), both from seed 0. Everything that is not a setting is the estimators'
-default. No paper has this table.
+friedman) in standard deviations of the targets. Everything that is not a setting is the estimators'
+default.
 """
 
 import math

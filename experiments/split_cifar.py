@@ -1,17 +1,11 @@
 """Variational continual learning of CIFAR-10 and five tasks after it, Split-CIFAR [T fig. 5.4].
 
 A net of four convolutions and a dense layer, shared under a N(0, 1) prior, with a head of each
-task's own outside it; VCL makes the posterior the prior of the next task, and ML goes on training
-the same weights without one, as in `split_mnist.py`. In the paper the later tasks are ten classes
-of CIFAR-100 each, which is not at hand: here task t, from 2 to 6, has classes 2t - 4 and 2t - 3 of
-FashionMNIST and of notMNIST, both scaled to 32 x 32 and in two random colours an image, and of
-SVHN, whose images are those of its subset; a fifth of all is tested. All images are normalised by
-CIFAR-10's mean and deviation. VCL 0.1 weighs the KL by a tenth, as ten times as many images would:
-that is the paper's number of CIFAR-10's, and twice that of its later tasks.
-
-Columns: accuracies in percent, means over runs with two standard errors: right after each task, and
-in the end; means over tasks; what was forgotten. Reduced: images, channels, epochs, and faster
-scales, which have fewer steps.
+task's own outside it, and the methods of `split_mnist.py`. In the paper the later tasks are ten
+classes of CIFAR-100 each; here task t, from 2 to 6, has classes 2t - 4 and 2t - 3 of FashionMNIST
+and of notMNIST, both scaled to 32 x 32 and in two random colours an image, and of SVHN; a fifth of
+all is tested. VCL 0.1 weighs the KL by a tenth, as ten times as many images would: that is the
+paper's number of CIFAR-10's, and twice that of its later tasks.
 """
 
 from functools import cache

@@ -18,11 +18,7 @@ training on (ML), on all tasks seen (joint), on all tasks from the start (at onc
 each task (alone). Remedies in `disjoint`: the curvature by labels that are of all classes alike for
 a share of images (kron flat labels), and training with the outputs of the task's own classes alone
 (kron own classes). `disjoint` and `vision` take Nesterov's gradient descent with a rate that falls
-twice; tasks after the first start lower the stronger they are held. Columns: accuracy after the
-last task, per cent, two standard errors over seeds: of each task (or first and newest), mean,
-lowest, what was forgotten, right after a task (the mean over tasks), where only the task's own
-classes are in question, and with one number added to the outputs of old classes, chosen by images
-of both tasks. Reduced: images, epochs, tasks and seeds.
+twice; tasks after the first start lower the stronger they are held.
 """
 
 import math

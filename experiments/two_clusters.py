@@ -5,21 +5,16 @@ deviation 0.1.
 
 `regression` [T fig. 5.1]: (a) a mean-field posterior whose predictions are drawn inside
 `local_reparameterization`, fresh noise for every point, (b) the same drawn weight by weight, one
-function a draw, and (c) NUTS, four chains, trees up to depth 10. Mean predictive standard
-deviations, the noise included, at, between and beyond the data; the record has R-hat and effective
-sample sizes of predictions. The paper's (c) is HMC, 100,000 samples after 20,000, step size and
-mass matrix adapted with the length of a trajectory fixed at .05: a random walk, which does not
-converge in as many.
+function a draw, and (c) NUTS; the record has R-hat and effective sample sizes of its predictions.
+The paper's (c) is HMC with a trajectory of the fixed length .05: a random walk.
 
-`variational_laplace`: no paper's; where that method ends. All fits are the same line but for the
-handler and `beta`: variational Laplace runs the net at the guide's means and adds the curvature
-there, variational inference draws (by local reparameterisation). An expansion holds where the
-posterior is narrow. With few data for many weights some units are switched off, no curvature is
-left to see there, and their weights go back to the prior: the objective says one thing and draws of
-the weights another. So the table has the expected log-likelihood of the training data as the
-objective has it (average of the last 100 steps) and by 200 draws, nats for all data; then the
-log-likelihood of 1,000 more points, nats a point, predicted by the mean network, by 100 draws and
-by the linearised net; and seconds of the fit. The figure has the linearised predictions.
+`variational_laplace`: where that method ends. All fits are the same line but for the handler and
+`beta`. An expansion holds where the posterior is narrow. With few data for many weights some units
+are switched off, no curvature is left to see there, and their weights go back to the prior: the
+objective says one thing and draws of the weights another. So the table has the expected
+log-likelihood of the training data as the objective has it (average of the last 100 steps) and by
+200 draws, nats for all data; then that of 1,000 more points, nats a point. The figure has the
+linearised predictions.
 """
 
 import statistics

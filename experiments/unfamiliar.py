@@ -2,9 +2,8 @@
 
 Each row is trained with the settings that the leaderboard's record has chosen for it, and scores
 test images and unknown ones: digits 0 to 7 and 8 to 9, FashionMNIST and notMNIST. Columns are areas
-under the ROC curve, means and standard errors over seeds, by the largest probability, by the
-entropy and by the mutual information of the draws, which is 0 where there is one. The best of a
-column, and what is within one standard error of it, is in bold.
+under the ROC curve; the mutual information of the draws is 0 where there is one. In bold is what is
+within one standard error of the best.
 """
 
 from functools import partial

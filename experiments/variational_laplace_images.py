@@ -8,15 +8,9 @@ log-likelihood (NLL, nats) of validation images with the first seed; other seeds
 only, unless --every-beta. ECE in 15 bins, AUROC of the maximal probability against another set.
 Early stopping [VL fig. 2]: the first set, first seed, with the learning rate of scales multiplied.
 
-`fashion_mnist` and `mnist` are reduced: 4,000 training images (the paper: 60,000), 5,000 test
-images (10,000), a net of two strided convolutions and two linear layers, 27,338 weights
-(PreactResNet-18, 11 million), 48 epochs of batches of 128, 1,536 steps (200 epochs, 93,800), a rate
-of 5e-3 (1e-4) that is cut by ten at half and at three quarters, so that the rates of all steps add
-up to 4.1 (5.0); the other set is MNIST or FashionMNIST (ImageNet). Stated nowhere: the prior, means
-that start at the net's own values, no augmentation, that beta weights MAP's prior, bins of the ECE.
-`cifar10` by default has the same net, 27,914 weights, 8,000 of CIFAR-10's images, of the rest 2,000
-to validate, 2,000 test images, crops, flips, as many epochs, 3,024 steps (the rates add up to
-8.0), and SVHN as the other set; by `--published` it is the paper's own, PreactResNet-18, for a GPU.
+Stated nowhere, and ours: the prior, means that start at the net's own values, no augmentation, that
+beta weights MAP's prior, bins of the ECE. `cifar10` by `--published` is the paper's own,
+PreactResNet-18, for a GPU.
 """
 
 import statistics

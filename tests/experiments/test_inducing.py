@@ -18,7 +18,7 @@ from tyxe.testing import check_guide
 
 def test_inducing_toy(smoke):
     found = smoke(inducing_toy.experiment)
-    own = ["FFG-W", *inducing_toy.CHANGES]
+    own = ["FFG-W", inducing_toy.HELD]
     assert [key[0] for key in found.cells] == [*inducing_toy.METHODS, *own[1:]]
     for (name, _), cell in found.cells.items():
         assert ("units in use" in cell) == (name in own)
@@ -55,14 +55,13 @@ def test_biases_that_are_fixed_keep_their_deviations():
     data = torch.randn(7, 1), torch.randn(7, 1)
     net = torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
     s = inducing_toy.experiment.at("smoke")
-    for fixed in (True, False):
+    for name in (inducing_toy.HELD, "FFG-W"):
         bnn, prior = small_mean_field(net)
         sites = {site.name.removeprefix("net."): site for site in bnn.net_guide.sites}
         before = {n: bnn.net_guide.site_distribution(q).stddev.clone() for n, q in sites.items()}
-        change = inducing_toy.Change(biases_fixed=fixed)
-        inducing_toy.fit(s, "FFG-W", change, bnn, prior, net, data)
+        inducing_toy.fit(s, name, bnn, prior, net, data)
         after = {n: bnn.net_guide.site_distribution(q).stddev for n, q in sites.items()}
-        assert torch.equal(before["0.bias"], after["0.bias"]) == fixed
+        assert torch.equal(before["0.bias"], after["0.bias"]) == (name != "FFG-W")
         assert not torch.equal(before["0.weight"], after["0.weight"])
 
 
@@ -74,7 +73,7 @@ def test_an_ensemble_of_one_step_starts_at_its_own_nets():
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(7, scale=0.1)
     s, zeros = inducing_toy.experiment.at(steps=1, rate=1e-12), torch.zeros(7, 1)
     torch.manual_seed(1)
-    how = s, inducing_toy.Change(), prior.sites(net), likelihood, (zeros, zeros)
+    how = s, prior.sites(net), likelihood, (zeros, zeros)
     facts, (mean, sd) = inducing_toy.ensemble(*how, members=4)
     torch.manual_seed(1)
     nets = [inducing_toy.common.mlp(1, 50, 1, act=torch.nn.Tanh) for _ in range(4)]

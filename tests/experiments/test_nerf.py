@@ -47,7 +47,7 @@ def write_ball(path: Path, azimuths: np.ndarray, elevation: float = 0.0, size: i
 
 
 DRAWN = ["Bayesian", "Bayesian, KL x 0.1", "ensemble of 3"]
-NETS = [*nerf.METHODS[:3]]
+NETS = [*nerf.METHODS[:2]]
 
 
 def test_smoke(folder: Path, smoke, capsys):

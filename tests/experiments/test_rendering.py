@@ -1,18 +1,14 @@
 """experiments/rendering.py: cameras, marching against closed forms, and views of other layouts."""
 
 import math
-import sys
-import types
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from nerf import RadianceField
-from rendering import RENDERERS, TorchRenderer, load, march, pixel_centres, rays
+from rendering import Renderer, load, march, pixel_centres, rays
 from torch.nn.functional import max_pool2d
 
-from tests.oracles import implicit_renderer
 from tests.oracles.cameras import DISTANCE, FOV, pixel_grid, views_from
 
 
@@ -53,7 +49,7 @@ def test_silhouette_of_a_ball(centre):
     size, depths, near, far, radius = 48, 400, 1.0, 4.5, 0.6
     views = views_from([0.0, 40.0, 130.0, 260.0], elevation=30.0, size=size)
     centre = torch.tensor(centre).double()
-    renderer = TorchRenderer(size, depths, near, far, 10_000)
+    renderer = Renderer(size, depths, near, far, 10_000)
     found = renderer.images(views, ball(centre, radius))
     x, y = (torch.tensor(part) for part in pixel_grid(size))
     half = math.tan(math.radians(FOV) / 2)
@@ -115,7 +111,7 @@ def test_cow_fills_its_silhouettes(name: str):
     wider = max_pool2d(masks[:, None].float(), 3, 1, 1)[:, 0] > 0
     some = torch.tensor([0, 13])
     # depths that lie closer than pixels do
-    renderer = TorchRenderer(64, 80, 1.65, 3.75, 2**18)
+    renderer = Renderer(64, 80, 1.65, 3.75, 2**18)
     covered = renderer.images(views[some], hull(views, wider))[:, 3] > 0
     assert bool(covered[masks[some]].all())
     assert not bool(covered[~wider[some]].any())
@@ -147,86 +143,13 @@ def test_field_gets_unit_directions_in_pieces():
         assert points.shape == (len(directions), 10, 3)
         return points[..., 0].sigmoid(), directions[:, None].expand_as(points)
 
-    whole = TorchRenderer(6, 10, 1.0, 4.0, 10_000).images(views, field)
+    whole = Renderer(6, 10, 1.0, 4.0, 10_000).images(views, field)
     assert calls == [72]
     calls.clear()
-    pieces = TorchRenderer(6, 10, 1.0, 4.0, 250).images(views, field)
+    pieces = Renderer(6, 10, 1.0, 4.0, 250).images(views, field)
     assert calls == [25, 25, 22]
     torch.testing.assert_close(pieces, whole)
-    found, xy = TorchRenderer(6, 10, 1.0, 4.0, 250).random_rays(views, field, 7)
+    found, xy = Renderer(6, 10, 1.0, 4.0, 250).random_rays(views, field, 7)
     assert found.shape == (2, 7, 4)
     assert xy.shape == (2, 7, 2)
     assert bool((xy.abs() < 1).all())
-
-
-# --------------------------------------------------------------------------- PyTorch3D
-
-
-@pytest.fixture(params=["stand-in", "installed"])
-def pytorch3d(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have PyTorch3D: itself where it is installed, and what tests/oracles has of its classes."""
-    if request.param == "installed":
-        reason = "PyTorch3D is not on the package index: installed from its sources"
-        pytest.importorskip("pytorch3d", reason=reason)
-        return
-    package = types.ModuleType("pytorch3d")
-    package.renderer = implicit_renderer
-    monkeypatch.setitem(sys.modules, "pytorch3d", package)
-    monkeypatch.setitem(sys.modules, "pytorch3d.renderer", implicit_renderer)
-
-
-def cloudy():
-    """Return a field that is neither empty nor opaque, and looks different from everywhere."""
-    torch.manual_seed(0)
-    net = RadianceField(4, 16)
-    with torch.no_grad():
-        net.density[0].bias.fill_(-0.25)
-        for layer in (net.of_point, net.of_direction, net.colour[1]):
-            layer.weight.mul_(4)
-    return net
-
-
-def test_pytorch3d_makes_the_same_images(pytorch3d: None):
-    views = views_from([0.0, 40.0, 250.0], elevation=15.0, size=12).to(torch.float32)
-    net = cloudy()
-    settings = {"size": 12, "depths": 20, "near": 1.65, "far": 3.75, "chunk": 500}
-    ours, theirs = (RENDERERS[name](**settings) for name in ("torch", "pytorch3d"))
-    with torch.no_grad():
-        for field in (net, ball(torch.tensor([0.2, 0.1, -0.3]), 0.6)):
-            expected = ours.images(views, field)
-            # Without these two a renderer of empty images, or of one for all views, would pass.
-            assert expected.amax() > 0.3
-            assert (expected[0] - expected[1]).abs().amax() > 0.05
-            torch.testing.assert_close(theirs.images(views, field), expected, atol=1e-4, rtol=1e-4)
-        found, xy = theirs.random_rays(views, net, 300)
-        assert xy.shape == (3, 300, 2)
-        torch.testing.assert_close(found, ours.through(views, net, xy), atol=1e-4, rtol=1e-4)
-    # 300 uniform numbers leave the outer tenth empty once in 10^6.
-    assert bool((xy.amin(1) < -0.9).all())
-    assert bool((xy.amax(1) > 0.9).all())
-    assert bool((xy.abs() <= 1).all())
-    assert not torch.equal(xy[0], xy[1])
-
-
-@pytest.mark.parametrize(
-    ("error", "found"),
-    [
-        (
-            ImportError("undefined symbol: _ZN3", name="pytorch3d._C"),
-            r"pytorch3d \(undef.*-std",
-        ),
-        (ImportError("cannot import name 'renderer'"), r"pytorch3d \(cannot.*-std"),
-        (ModuleNotFoundError("No module named 'iopath'", name="iopath"), r"iopath \(No.*l iopath$"),
-    ],
-)
-def test_what_is_missing_is_named(error, found: str, monkeypatch: pytest.MonkeyPatch):
-    class Finder:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name.partition(".")[0] == "pytorch3d":
-                raise error
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == "pytorch3d"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    with pytest.raises(ImportError, match=f"--renderer pytorch3d needs {found}"):
-        RENDERERS["pytorch3d"](8, 6, 1.65, 3.75, 100)

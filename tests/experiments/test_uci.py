@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 import uci
@@ -39,47 +38,6 @@ def test_accuracy_is_that_of_the_likelier_class():
     )
     several = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0]])
     assert uci.of_classes(several, torch.tensor([0, 1]))["accuracy %"] == 50
-
-
-def own_file(folder, **arrays):
-    np.savez(folder / "own.npz", **arrays)
-    return str(folder / "own.npz")
-
-
-@pytest.mark.parametrize(
-    "labels", [np.array([1, 2]), np.array([1.0, 2.0]), np.array(["no", "yes"]), np.arange(2) > 0]
-)
-def test_labels_of_a_file_are_numbered_in_their_order(labels, smoke, tmp_path):
-    """Of 1 and 2, zero was a third class that no point had."""
-    x, y = np.random.default_rng(0).normal(size=(60, 3)), labels[np.arange(60) % 2]
-    path = own_file(tmp_path, X=x, y=y)
-    found_x, found_y = uci.load(path)
-    assert found_x.dtype == torch.float32
-    assert found_y.tolist() == [i % 2 for i in range(60)]
-    if labels.dtype.kind == "i":
-        found = smoke(uci.experiment, "--data", path, "--columns", "MAP", "glm")
-        assert set(found.cells) == {(path, "MAP", "0"), (path, "glm", "0")}
-        assert f"| {path} | 1 |" in found.page
-
-
-X, Y = np.ones((20, 2)), np.arange(20) % 2
-REFUSED = {
-    "has no y; expected": {"X": X},
-    r"X is \(20,\) and y": {"X": X[:, 0], "y": Y},
-    r"y \(19,\)": {"X": X, "y": Y[1:]},
-    "no finite number": {"X": X * np.nan, "y": Y},
-    "y has 0.5; expected labels": {"X": X, "y": Y / 2},
-    "19 of 0, 1 of 5; expected": {"X": X, "y": 5 * (np.arange(20) == 3)},
-    "20 of 1; expected": {"X": X, "y": 0 * Y + 1},
-    "allow_pickle": {"X": X, "y": np.array([*Y], dtype=object)},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_files_that_are_no_classification_are_refused(message, tmp_path):
-    path = own_file(tmp_path, **REFUSED[message])
-    with pytest.raises(ValueError, match=message):
-        uci.experiment.at(data=[path])
 
 
 def test_nets_side_by_side_are_those_nets():
