@@ -128,8 +128,7 @@ def problem(s, name):
         hidden, unit = s.digits_hidden, 1.0
         likelihood = tyxe.likelihoods.Categorical(count)
     else:
-        found = common.arrays(f"regression/{name}.npz")
-        x, y = found["X"].float(), found["y"].float()
+        x, y = common.uci_regression(name)
         count, outputs = round(0.8 * len(y)), 1
         hidden, unit = s.hidden, s.noise**2
         likelihood = tyxe.likelihoods.HomoskedasticGaussian(count, scale=s.noise)

@@ -69,7 +69,8 @@ def run(s, row, seed):
             binary.fit(net, loader, *schedule, **ROWS[row])
         else:  # the term of the regulariser counts whole
             is_regularised = index == 0 and delta is not None
-            binary.fit_bernoulli(bnn, loader, *schedule, 1.0 if is_regularised else tau)
+            beta = 1.0 if is_regularised else tau
+            binary.fit_bernoulli(bnn, loader, *schedule, beta=beta)
         seen = [predict(test[0][:, order]) for order in orders[: index + 1]]
         scores = [tyxe.metrics.accuracy(probs, test[1]).item() for probs in seen]
         accuracies.append([round(100 * score, 3) for score in scores])

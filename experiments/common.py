@@ -78,6 +78,12 @@ def images(name, split):
     return x / 255, y.long()
 
 
+def uci_regression(name):
+    """Return inputs `(n, d)` and targets `(n, 1)` of a set of UCI regression."""
+    found = arrays(f"regression/{name}.npz")
+    return found["X"].float(), found["y"].float()
+
+
 def all_digits():
     """Return images of scikit-learn's digits, `(1797, 8, 8)` in [0, 1], and labels."""
     from sklearn.datasets import load_digits
@@ -100,6 +106,12 @@ def standardised(like):
     """Return a function of images, by the mean and the deviation of each channel of some."""
     mean, scale = (part((0, 2, 3), keepdim=True) for part in (like.mean, like.std))
     return lambda x: (x - mean) / scale
+
+
+def standardised_columns(x, rows):
+    """Return columns in standard deviations of some rows from their mean; constant ones as 0."""
+    scale = x[rows].std(0)
+    return (x - x[rows].mean(0)) / torch.where(scale > 0, scale, 1.0)
 
 
 def first(pair, count):

@@ -2,10 +2,10 @@
 
 Every weight has the same standard deviation, from a grid; the means are trained by variational
 Laplace (VL), by variational inference with one plain draw a step (VI) or eight (VI8), and by MAP,
-without one. Test images are predicted by the mean network, and by 10 draws of the weights. By
-[VL 30] plain SGD of the learning rate 2 S sigma^2, with batches of S images, has such a posterior:
-the second axis of the figure. Rows of the figure are batch sizes. Adam takes as many steps with
-every batch size, or small batches would be trained longer.
+without one. Test images are predicted by the mean network, and by 10 draws of the weights. By [VL
+30] plain SGD of the learning rate 2 S sigma^2, with batches of S images, has such a posterior: the
+second axis of the figure. Rows of the figure are batch sizes. Adam takes as many steps with every
+batch size, or small batches would be trained longer.
 """
 
 import statistics

@@ -114,15 +114,12 @@ def nodes_of_graph(s):
 
 def regression(s, name, seed, noise):
     """Return a problem: 64 % to train, 16 % to validate and 20 % to test, standardised."""
-    found = common.arrays(f"regression/{name}.npz")
-    x, y = found["X"].float(), found["y"].float()
+    x, y = common.uci_regression(name)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     order = order[: s.regression_rows]
     sizes = [round(share * len(order)) for share in (0.64, 0.16)]
     rows = order.split([*sizes, len(order) - sum(sizes)])
-    for part in (x, y):
-        scale = part[rows[0]].std(0)
-        part.sub_(part[rows[0]].mean(0)).div_(torch.where(scale > 0, scale, 1.0))
+    x, y = (common.standardised_columns(part, rows[0]) for part in (x, y))
     train, *others = ((x[own].to(s.device), y[own].to(s.device)) for own in rows)
     parts = dict(zip(("validation", "test"), (((x,), y) for x, y in others), strict=True))
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(sizes[0], scale=noise)

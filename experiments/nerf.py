@@ -19,20 +19,10 @@ from contextlib import nullcontext
 from functools import cache, partial
 
 import common
-import nerf_figures
+import nerf_scores
 import runner
 import tables
 import torch
-from nerf_scores import (
-    by_view,
-    colour_error,
-    errors,
-    image_loss,
-    on_object,
-    rank_correlation,
-    reliability,
-    uncertainty,
-)
 from rendering import Renderer, load
 from torch import nn
 
@@ -118,7 +108,7 @@ def fit(s, net, one_draw=nullcontext, kl_weight=0.0):
         some = train[torch.randperm(len(train))[: s.views]]
         with one_draw():
             rendered, xy = renderer.random_rays(some, net, s.rays)
-        loss = error = image_loss(rendered, some.at(xy))
+        loss = error = nerf_scores.image_loss(rendered, some.at(xy))
         if kl_weight:
             loss = error + kl_weight * min(1, 2 * step / s.steps) * net.cached_kl_loss
         optimizer.zero_grad()
@@ -139,28 +129,13 @@ def file_of(record, name, seed):
 def scored(s, record, name, seed, draws, state=None):
     """Score images `(S, V, 4, size, size)` of one net or of draws, and keep them in a file."""
     views, parts, _ = problem(s)
-    views, mean, count = views.to("cpu"), draws.mean(0), len(draws)
-    pictures = {"state": state or {}, "images": mean}
-    found = {"errors": {}, "views": {}}
-    for part, some in parts.items():
-        found["errors"][part] = errors(mean[some], views[some])
-        own = draws[:, some] if count > 1 else None
-        found["views"][part] = by_view(mean[some], views[some], own)
-    if count > 1:
-        pictures |= {"sd": (sd := uncertainty(draws)), "coverage sd": draws[:, :, 3].std(0)}
-        found["uncertainty"] = {
-            part: reliability(sd[some], mean[some], views[some]) for part, some in parts.items()
-        }
-        # What few draws cost: the same score by the first 2, 4, 8 and so on.
-        out, numbers = parts["held out"], [2**k for k in range(1, count.bit_length())]
-        mask, ranks = on_object(views[out]), {}
-        for n in numbers:
-            error = colour_error(draws[:n, out].mean(0), views[out])[mask]
-            ranks[str(n)] = rank_correlation(uncertainty(draws[:n, out])[mask], error)
-        found["rank correlation by draws"] = ranks
+    pictures = {"state": state or {}, "images": draws.mean(0)}
+    if len(draws) > 1:
+        pictures["sd"] = nerf_scores.uncertainty(draws)
+        pictures["coverage sd"] = draws[:, :, 3].std(0)
     s.out.mkdir(parents=True, exist_ok=True)
     torch.save(pictures, file_of(record, name, seed))
-    return found
+    return nerf_scores.by_part(draws, views.to("cpu"), parts)
 
 
 @torch.no_grad()
@@ -296,12 +271,12 @@ def figure(record):
         view: f"{'train' if parts['train'][view] else 'held out'}\n{views.azimuth[view]:.0f}°"
         for view in (i * count // 39 for i in (12, 19, 32, 34, 38))
     }
-    drawn = {"": nerf_figures.images_of_views(views, titles, pictures)}
+    drawn = {"": nerf_scores.images_of_views(views, titles, pictures)}
     held_out = next(view for view in titles if not parts["train"][view])
-    drawn["_view"] = nerf_figures.one_view(views, held_out, pictures[shown[0]])
+    drawn["_view"] = nerf_scores.one_view(views, held_out, pictures[shown[0]])
     if titles := {i: f"{round(views.height[i].item())}°" for i in range(count, len(views), 2)}:
         del pictures["deterministic"]
-        drawn["_over_images"] = nerf_figures.images_of_views(views, titles, pictures)
+        drawn["_over_images"] = nerf_scores.images_of_views(views, titles, pictures)
     return drawn | curves(own, shown)
 
 
@@ -310,11 +285,11 @@ def curves(own, shown):
     seen = {name: own[name]["views"] for name in shown}
     scores = {name: own[name]["uncertainty"] for name in shown}
     losses = {name: cell["curve"] for name, cell in own.items() if "curve" in cell}
-    found = {"_around": nerf_figures.around(seen)}
+    found = {"_around": nerf_scores.around(seen)}
     if "over and under" in seen[shown[0]]:
-        found["_over"] = nerf_figures.over_and_under(seen)
-    found["_sparsification"] = nerf_figures.sparsifications(scores)
-    return found | {"_uncertainty": nerf_figures.reliabilities(scores, losses)}
+        found["_over"] = nerf_scores.over_and_under(seen)
+    found["_sparsification"] = nerf_scores.sparsifications(scores)
+    return found | {"_uncertainty": nerf_scores.reliabilities(scores, losses)}
 
 
 how = {"facts": {"published error on held-out views": PUBLISHED}, "name": "nerf_{0.gap}"}

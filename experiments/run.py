@@ -3,59 +3,46 @@
     python experiments/run.py uci --data glass --out experiments/results
     python experiments/run.py tables --out docs/experiments/results
 
-The name is that of a file of this folder, with a word behind it where a file has several
-experiments; `--help` after it lists the options.
+`--help` lists the names, and after a name its options. A name is that of a file of this folder, or
+`settings.json` says which file it is in.
 """
 
 import argparse
 import importlib
-import re
+import json
 import sys
 from pathlib import Path
 
 import runner
 
-FOLDER = Path(__file__).resolve().parent
-RESULTS = FOLDER / "results"
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def experiments_of(module):
-    """Return the experiments of a file of this folder, by the words behind its name."""
-    found = importlib.import_module(module)
-    if hasattr(found, "experiment"):
-        return {(): found.experiment}
-    return {(word,): one for word, one in getattr(found, "experiments", {}).items()}
+def experiment(words):
+    """Return the experiment whose command the first of the words are, or None."""
+    for count in (1, 2):
+        if (command := " ".join(words[:count])) in runner.COMMANDS:
+            importlib.import_module(runner.file_of(command))
+            return runner.EXPERIMENTS[command]
+    return None
 
 
 def catalogue():
-    """Return all experiments by the words that name them."""
-    modules = sorted(path.stem for path in FOLDER.glob("*.py"))
-    return {
-        " ".join([module, *words]): one
-        for module in modules
-        for words, one in experiments_of(module).items()
-    }
+    """Return all experiments by their commands."""
+    return {command: experiment(command.split()) for command in runner.COMMANDS}
 
 
-def owner(experiments, name):
-    """Return the words of the one experiment that has records of this name."""
-    names = {words: e.name or words for words, e in experiments.items()}
-    patterns = {
-        w: re.sub(r"\{.*?\}", "[a-z0-9_]*", n) + "[a-z0-9_]*" * bool(experiments[w].ending)
-        for w, n in names.items()
-    }
-    # `laplace_step` is no `laplace_...`: the whole name comes first.
-    own = [words for words, n in names.items() if n == name.removesuffix("_published")]
-    own = own or [w for w, p in patterns.items() if re.fullmatch(f"{p}(_published)?", name)]
-    (words,) = own
-    return words
+def owner(path):
+    """Return the experiment that has written a record."""
+    command = json.loads(path.read_text())["command"]
+    return experiment(command.partition("experiments/run.py ")[2].split())
 
 
 def tables(record_paths):
     """Return all tables of records, by the names of their files."""
-    experiments, found = catalogue(), {}
+    found = {}
     for path in record_paths:
-        one = experiments[owner(experiments, path.stem)]
+        one = owner(path)
         made = one.table(runner.Record(path, one.by).read())
         found |= {f"{path.stem}{end}.md": f"{page}\n" for end, page in runner.by_ending(made)}
     return found
@@ -80,18 +67,14 @@ def main(arguments):
     if name == "tables":
         return write_tables(rest)
     if name in ("-h", "--help"):
-        return print(__doc__, *catalogue(), sep="\n")
-    known = sorted(path.stem for path in FOLDER.glob("*.py"))
-    experiments = experiments_of(name) if name in known else {}
-    if one := experiments.get(()):
-        return one.main(rest)
-    if not experiments:
-        sys.exit(f"there is no experiment {name}; `--help` lists them")
-    word, *options = rest or [""]
-    if (word,) not in experiments:
-        words = ", ".join(word for (word,) in experiments)
-        sys.exit(f"expected one of {words} after {name}, and then its options, or --help")
-    return experiments[word,].main(options)
+        return print(__doc__, *runner.COMMANDS, sep="\n")
+    if one := experiment(arguments):
+        return one.main(arguments[len(one.command.split()) :])
+    if words := [c.partition(" ")[2] for c in runner.COMMANDS if c.startswith(f"{name} ")]:
+        sys.exit(
+            f"expected one of {', '.join(words)} after {name}, and then its options, or --help"
+        )
+    sys.exit(f"there is no experiment {name}; `--help` lists them")
 
 
 if __name__ == "__main__":

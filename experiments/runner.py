@@ -47,6 +47,8 @@ KINDS = ("is", "which", "how")
 # Where a value does not tell its type: null, whole numbers, and an empty list.
 TYPES = {"str": str, "int": int, "float": float, "path": Path}
 SETTINGS = json.loads(Path(__file__).with_name("settings.json").read_text())
+COMMANDS = [command for command in SETTINGS if command not in ("all", "shared")]
+EXPERIMENTS: dict[str, "Experiment"] = {}  # those of the files that are imported, by command
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -60,13 +62,18 @@ class Settings(SimpleNamespace):
     __hash__ = object.__hash__
 
 
+def file_of(command: str) -> str:
+    """Return the name of an experiment's file: the first word of its command, or `file`."""
+    return SETTINGS[command].get("file", command.split()[0])
+
+
 def facts_of(command: str) -> dict[str, dict[str, Any]]:
     """Return what settings.json says of each setting of an experiment, by name."""
     found = {} if command == "all" else dict(SETTINGS["all"])
     for name, facts in SETTINGS[command].items():
         if (other := name.removeprefix("as in ")) != name:
             found |= {name: facts_of(other)[name] for name in facts}
-        else:
+        elif name != "file":
             found[name] = facts
     return found
 
@@ -130,6 +137,10 @@ class Record:
         count = len(start)
         return {key[count:]: cell for key, cell in self.cells.items() if key[:count] == start}
 
+    def names(self, place: int = 0) -> list[str]:
+        """Return what there is in one place of keys: the data sets, say."""
+        return list(dict.fromkeys(key[place] for key in self.cells))
+
     def commands(self) -> str:
         """Return the commands of all runs, for a page."""
         return ", ".join(f"`{command}`" for command in self.content["commands"])
@@ -172,11 +183,12 @@ def environment(script: str, arguments: list[str]) -> dict[str, Any]:
     }
 
 
-def every(run: Callable[..., dict[str, Any]], **names: str):
+def every(run: Callable[..., dict[str, Any]], wanted=lambda s, *values: True, **names: str):
     """Return `cells` of an experiment: `run(s, *values)` for all values of some settings.
 
     Names of settings are given by what they are called in keys: `every(run, seed="seeds")`. The
-    last one is the outermost loop: the seeds, which are set before.
+    last one is the outermost loop: the seeds, which are set before. `wanted(s, *values)` says which
+    of them are cells, if not all.
     """
 
     def seeded(*how: Any) -> dict[str, Any]:
@@ -185,7 +197,8 @@ def every(run: Callable[..., dict[str, Any]], **names: str):
 
     def cells(s: Any, found: Cells):
         for values in product(*(getattr(s, name) for name in reversed(names.values()))):
-            yield values[::-1], partial(seeded, s, *values[::-1])
+            if wanted(s, *values[::-1]):
+                yield values[::-1], partial(seeded, s, *values[::-1])
 
     cells.by = tuple(name.replace("_", " ") for name in names)
     return cells
@@ -196,8 +209,8 @@ class Experiment:
     """What `main` runs.
 
     Attributes:
-        command: the words of its command, by which settings.json has its settings: the name of its
-            file, whose docstring is what `--help` says, and a word where that has several.
+        command: its command, by which settings.json has its settings, and its file where that has
+            another name: the docstring of the file is what `--help` says.
         cells: `cells(s, found)` yields pairs of a key and of a function that returns the cell. A
             list in a key stands for as many cells, which the function returns by name.
         table: from the record to Markdown, or to several pages by the ending of their names.
@@ -223,6 +236,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by", self.by or self.cells.by)
+        EXPERIMENTS[self.command] = self
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return what is known of each setting, by name, with what it may be."""
@@ -268,7 +282,7 @@ class Experiment:
     def parse(self, arguments: list[str]) -> tuple[Settings, Callable[[str], Any]]:
         """Return the settings of a command line, and what leaves with a message."""
         how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        about = getattr(sys.modules.get(self.command.split()[0]), "__doc__", None)
+        about = getattr(sys.modules.get(file_of(self.command)), "__doc__", None)
         parser = argparse.ArgumentParser(self.command, description=about, **how)
         for name, facts in self.settings().items():
             parser.add_argument(f"--{name.replace(' ', '-')}", **option(facts))

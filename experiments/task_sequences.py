@@ -27,9 +27,9 @@ import sys
 from functools import partial
 from typing import Any, NamedTuple
 
-import class_balance
 import common
 import runner
+import sequence_data
 import tables
 import torch
 from sequence_data import AtOnce, disjoint, permuted, vision
@@ -114,7 +114,7 @@ def learn(s, sequence, method, strength, seed, label):
     torch.manual_seed(seed)
     size = {"units": s.units} if s.command == ONLINE_RUN else {}
     net, tasks, part = sequence.problem(s, seed, **size)
-    net = class_balance.OwnClasses(net) if method == "kron own classes" else net
+    net = sequence_data.OwnClasses(net) if method == "kron own classes" else net
     bnn, prior = model(s, sequence, net, method, strength)
     heads = continual.Heads(bnn, sequence.head) if sequence.head else None
     parts = {}
@@ -153,7 +153,7 @@ def learn(s, sequence, method, strength, seed, label):
         if method == "approximate":
             curvature_anew(bnn, prior, loader(*tasks[: tasks.index(task) + 1]))
         if method == "kron flat labels":
-            class_balance.retake_curvature(bnn, loader(task), FLAT)
+            sequence_data.retake_curvature(bnn, loader(task), FLAT)
         if method == "kron own classes":
             bnn.net.classes = None
         continual.posterior_to_prior(bnn)
@@ -170,7 +170,9 @@ def learn(s, sequence, method, strength, seed, label):
         return {"tasks": tasks, "diverged": tasks[loop.done]}
     if method == "alone":  # of its own task, whichever comes after
         accuracy = [[row[-1] for row in accuracy[: t + 1]] for t in range(len(tasks))]
-    balance = class_balance.of(bnn.to_module(), tasks, part) if sequence.problem is disjoint else {}
+    balance = (
+        sequence_data.balance(bnn.to_module(), tasks, part) if sequence.problem is disjoint else {}
+    )
     return {"tasks": tasks, "accuracy": accuracy} | balance
 
 

@@ -1,7 +1,7 @@
 """Regression on two clusters of points, by a net 1-50-1 with tanh, all weights N(0, 1) before.
 
-Fifty points in [-1, -0.7] and fifty in [0.5, 1] from cos(4x + 0.8) with noise of standard
-deviation 0.1.
+Fifty points in [-1, -0.7] and fifty in [0.5, 1] from cos(4x + 0.8) with noise of standard deviation
+0.1.
 
 `regression` [T fig. 5.1]: (a) a mean-field posterior whose predictions are drawn inside
 `local_reparameterization`, fresh noise for every point, (b) the same drawn weight by weight, one

@@ -56,8 +56,7 @@ def split(x, y, seed):
 
     train, rest = train_test_split(range(len(y)), train_size=0.7, stratify=y, random_state=seed)
     parts = train, *train_test_split(rest, train_size=0.5, stratify=y[rest], random_state=seed)
-    mean, scale = x[train].mean(0), x[train].std(0)
-    x = (x - mean) / torch.where(scale > 0, scale, 1.0)
+    x = common.standardised_columns(x, train)
     return [(x[part], y[part]) for part in parts]
 
 

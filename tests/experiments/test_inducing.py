@@ -1,10 +1,9 @@
-"""experiments/inducing_toy.py, inducing_images.py and corruptions.py, and their parts."""
+"""experiments/inducing_toy.py and inducing_images.py, and their parts."""
 
 import math
 import statistics
 from functools import partial
 
-import corruptions
 import inducing_images
 import inducing_toy
 import pytest
@@ -157,12 +156,10 @@ def test_inducing_images(smoke):
     assert counts["FFG-W"] - counts["FFG-W, 10 % kept"] == 2 * dropped
 
 
-@pytest.mark.parametrize(
-    ("module", "way"), [(m, way) for m in (inducing_images, corruptions) for way in m.CORRUPTIONS]
-)
-def test_levels_get_stronger(module, way: str):
+@pytest.mark.parametrize("way", inducing_images.CORRUPTIONS)
+def test_levels_get_stronger(way: str):
     """Each is further from the image than the one before, and the same at every call."""
-    corrupt, strengths = module.CORRUPTIONS[way]
+    corrupt, strengths = inducing_images.CORRUPTIONS[way]
     x = F.interpolate(torch.rand(20, 3, 7, 7), (28, 28), mode="bilinear")
     x, distances = 0.9 * x + 0.1 * torch.rand_like(x), [0.0]
     for strength in strengths:
@@ -193,11 +190,11 @@ def test_longer_fits_have_all_parts_of_a_schedule_longer(monkeypatch):
 
 
 def test_corruptions(smoke):
-    found = smoke(corruptions.experiment)
+    found = smoke(inducing_images.corruptions)
     rows = {name: row for cell in found.cells.values() for name, row in cell["rows"].items()}
-    assert list(rows) == [*corruptions.PAPER]
+    assert list(rows) == [*inducing_images.PAPER]
     for row in rows.values():
-        assert list(row["corrupted"]) == list(corruptions.CORRUPTIONS)
+        assert list(row["corrupted"]) == list(inducing_images.CORRUPTIONS)
         for scores in row["corrupted"].values():
             assert [len(values) for values in scores.values()] == [5, 5, 5]
     accuracy, nll, _, *by_way = map(cells_of, found.page.split("\n\n"))
@@ -213,7 +210,7 @@ def test_what_changes_of_images_keep():
     torch.testing.assert_close(inducing_images.blurred(constant, 1.6), constant)
     contrast = inducing_images.flattened(x, 0.4).mean((-1, -2))
     torch.testing.assert_close(contrast, x.mean((-1, -2)))
-    found = corruptions.pixelated(x, 0.5)
+    found = inducing_images.pixelated(x, 0.5)
     mean = x[0, 0, :2, :2].mean().expand(2, 2)
     torch.testing.assert_close(found[0, 0, :2, :2], mean)
 
@@ -221,9 +218,9 @@ def test_what_changes_of_images_keep():
 def test_cosines_of_blocks():
     x = torch.rand(2, 3, 20, 28)
     # the basis is orthogonal: without rounding the image comes back
-    torch.testing.assert_close(corruptions.rounded_cosines(x, 1e-6), x, atol=1e-5, rtol=0)
+    torch.testing.assert_close(inducing_images.rounded_cosines(x, 1e-6), x, atol=1e-5, rtol=0)
     # a constant block has one coefficient, 8 times its value: a multiple of its step stays
     flat = torch.full((1, 1, 8, 8), 0.5)
-    torch.testing.assert_close(corruptions.rounded_cosines(flat, 0.4), flat)
-    nearest = corruptions.rounded_cosines(flat, 3.0)
+    torch.testing.assert_close(inducing_images.rounded_cosines(flat, 0.4), flat)
+    nearest = inducing_images.rounded_cosines(flat, 3.0)
     torch.testing.assert_close(nearest, torch.full_like(flat, 3 / 8))

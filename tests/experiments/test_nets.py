@@ -3,12 +3,12 @@
 import binary
 import image_laplace
 import inducing_images
-import mile_digits
+import mile
 import nerf
 import pytest
 import run
 import sequence_data
-import split_cifar
+import split_tasks
 import torch
 import variational_laplace_images as images
 
@@ -28,14 +28,14 @@ NETS = {
     "inducing, ResNet-50": (lambda: inducing_images.make_net("resnet50", 3), 23_520_842, COLOURED),
     "LeNet": (sequence_data.LeNet, 20 * 76 + 50 * 501 + 500 * 1_251 + 10 * 501, None),
     "split CIFAR": (  # [T fig. 5.4]'s
-        lambda: split_cifar.Net(32, 512),
+        lambda: split_tasks.FourConvolutions(32, 512),
         32 * 28 + 32 * 289 + 64 * 289 + 64 * 577 + 512 * 4_097 + 10 * 513,
         None,
     ),
     "VL, ResNet-18": (images.preact_resnet18, 11_172_170, COLOURED),
     "VL, grey": (images.cnn, 27_338, None),
     "VL, coloured": (lambda: images.cnn(32, 3), 27_914, COLOURED),
-    "MILE on digits": (mile_digits.make_net, 4_824, None),
+    "MILE on digits": (mile.small_cnn, 4_824, None),
     "radiance field": (  # 360-256-256, 256-1, and 256 + 360 - 256 - 3
         lambda: nerf.RadianceField(60, 256),
         360 * 256 + 256 + 256 * 256 + 256 + 257 + (256 + 360) * 256 + 256 + 256 * 3 + 3,
@@ -65,8 +65,7 @@ REFUSED = [
     ("two_clusters", "expected one of regression, variational_laplace"),
     ("two_clusters three", "expected one of regression, variational_laplace"),
     ("two", "there is no experiment two; `--help` lists them"),
-    ("uci --data missing.npz", "there is no file missing.npz"),
-    ("uci --data iris", "--data is iris; expected some of australian, cancer"),
+    ("uci --data iris", "invalid choice: 'iris' (choose from"),
 ]
 
 

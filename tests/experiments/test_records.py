@@ -1,5 +1,6 @@
 """All experiments: their options, their records, and the commands on pages."""
 
+import importlib
 import json
 import re
 import shlex
@@ -19,9 +20,8 @@ EXPERIMENTS = run.catalogue()
 RECORDS = [path.stem for path in run.records()]
 
 
-def owner(name: str) -> tuple[str, runner.Experiment]:
-    command = run.owner(EXPERIMENTS, name)
-    return command, EXPERIMENTS[command]
+def owner(name: str) -> runner.Experiment:
+    return run.owner(RESULTS / f"{name}.json")
 
 
 @pytest.mark.parametrize("command", EXPERIMENTS)
@@ -32,7 +32,7 @@ def test_help_explains_every_option(command: str, capsys):
     assert left.value.code == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"usage: {command} [-h]")
-    assert sys.modules[command.split()[0]].__doc__.splitlines()[0] in printed
+    assert sys.modules[runner.file_of(command)].__doc__.splitlines()[0] in printed
     for name in one.settings():
         option = name.replace(" ", "-")
         # in the list of options, with an explanation, and not in the usage line alone
@@ -41,19 +41,19 @@ def test_help_explains_every_option(command: str, capsys):
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_commands_of_records_are_those_of_today(name: str):
-    command, one = owner(name)
+    one = owner(name)
     record = runner.Record(RESULTS / f"{name}.json", one.by).read()
     assert record.text() == record.path.read_text()
     for known in (record.content["command"], *record.content["commands"]):
-        assert f"experiments/run.py {command} " in f"{known} "
-        s, _ = one.parse(shlex.split(known.partition(f"experiments/run.py {command}")[2]))
+        assert f"experiments/run.py {one.command} " in f"{known} "
+        s, _ = one.parse(shlex.split(known.partition(f"experiments/run.py {one.command}")[2]))
         assert one.record(s).path.stem == name
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_settings_of_records_are_those_of_the_experiment(name: str):
     """A run of the same command would go on with the record."""
-    _, one = owner(name)
+    one = owner(name)
     content = json.loads((RESULTS / f"{name}.json").read_text())
     given = content["settings"]
     levels = ["published"] if name.endswith("_published") else []
@@ -63,7 +63,9 @@ def test_settings_of_records_are_those_of_the_experiment(name: str):
 
 
 def test_the_file_of_settings_has_every_experiment():
-    assert runner.SETTINGS.keys() - {"all", "shared"} == EXPERIMENTS.keys()
+    for path in (ROOT / "experiments").glob("*.py"):
+        importlib.import_module(path.stem)
+    assert runner.EXPERIMENTS.keys() - {"small"} == {*runner.COMMANDS}
     used = {n for own in runner.SETTINGS.values() for n in own.get("as in shared", [])}
     assert used == {*runner.SETTINGS["shared"]}
 
@@ -71,7 +73,7 @@ def test_the_file_of_settings_has_every_experiment():
 def test_tables_have_the_numbers_of_their_records():
     count = 0
     for name in RECORDS:
-        one = owner(name)[1]
+        one = owner(name)
         record = runner.Record(RESULTS / f"{name}.json", one.by).read()
         for _, page in runner.by_ending(one.table(record)):
             count += check_page(page, record)
@@ -139,6 +141,5 @@ def test_pages_include_every_table_and_no_other():
 
 def test_a_record_without_what_a_figure_needs_says_so(tmp_path: Path):
     """It was written before records held curves."""
-    _, one = owner("variational_laplace_toy")
     with pytest.raises(SystemExit, match=r"variational_laplace_toy.json has no 'curves', which"):
-        one.main(["--figure", "--out", str(RESULTS)])
+        owner("variational_laplace_toy").main(["--figure", "--out", str(RESULTS)])

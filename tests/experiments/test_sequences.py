@@ -1,16 +1,14 @@
-"""experiments/task_sequences.py, split_mnist.py and split_cifar.py."""
+"""experiments/task_sequences.py, split_tasks.py."""
 
 import math
 import statistics
 
-import class_balance
 import common
 import numpy as np
 import pytest
 import runner
 import sequence_data
-import split_cifar
-import split_mnist
+import split_tasks
 import task_sequences
 import torch
 from torch import nn
@@ -79,7 +77,7 @@ def test_own_classes_leave_the_others_out():
     outputs = torch.tensor([[3.0, 2.0, 1.0], [0.0, 5.0, 6.0], [1.0, 0.0, 9.0]])
     # Of the classes 0 and 1 alone: 0, 1, 0.
     labels = torch.tensor([0, 1, 1])
-    found = class_balance.own_classes(lambda x: outputs, None, labels)
+    found = sequence_data.own_classes(lambda x: outputs, None, labels)
     assert found == pytest.approx(2 / 3)
 
 
@@ -87,24 +85,24 @@ def test_an_offset_mends_outputs_that_are_too_low_by_one_number():
     labels = torch.arange(4).repeat(50)
     outputs = nn.functional.one_hot(labels).double() + torch.tensor([-8.0, -8.0, 0.0, 0.0])
     old, new = ((outputs[own], labels[own]) for own in (labels < 2, labels > 1))
-    found = class_balance.with_offset(nn.Identity(), lambda _: old, lambda _: new)
+    found = sequence_data.with_offset(nn.Identity(), lambda _: old, lambda _: new)
     assert found["with offset"] == [1.0, 1.0]
     assert 7 <= found["offset"] <= 9
     # Where classes are not told apart, no offset helps.
-    alike = class_balance.with_offset(lambda x: 0 * x, lambda _: old, lambda _: new)
+    alike = sequence_data.with_offset(lambda x: 0 * x, lambda _: old, lambda _: new)
     assert sum(alike["with offset"]) <= 1
 
 
 def test_flat_labels_are_of_all_classes_for_a_share_of_images():
     torch.manual_seed(0)
     sure = torch.tensor([20.0, 0.0, 0.0, 0.0]).expand(10_000, 4)
-    assert not class_balance.flat_labels(nn.Identity(), sure, 0.0).any()
-    counts = class_balance.flat_labels(nn.Identity(), sure, 0.4).bincount() / 10_000
+    assert not sequence_data.flat_labels(nn.Identity(), sure, 0.0).any()
+    counts = sequence_data.flat_labels(nn.Identity(), sure, 0.4).bincount() / 10_000
     assert counts.tolist() == pytest.approx([0.7, 0.1, 0.1, 0.1], abs=0.02)
 
 
 def test_outputs_of_other_classes_count_for_nothing_in_training():
-    net = class_balance.OwnClasses(nn.Linear(3, 4))
+    net = sequence_data.OwnClasses(nn.Linear(3, 4))
     net.classes = torch.tensor([0, 2])
     nn.functional.cross_entropy(net(torch.ones(5, 3)), torch.tensor([0, 2, 0, 2, 0])).backward()
     assert net.net.weight.grad.abs().sum(1).bool().tolist() == [True, False, True, False]
@@ -126,8 +124,8 @@ def test_runs_that_diverged_are_in_the_table(tmp_path):
 
 
 def test_split_mnist(smoke, stand_ins):
-    methods = split_mnist.experiment.settings()["methods"]["choices"]
-    found = smoke(split_mnist.experiment, "--methods", *methods)
+    methods = split_tasks.experiment.settings()["methods"]["choices"]
+    found = smoke(split_tasks.experiment, "--methods", *methods)
     assert [label for label, _ in found.cells] == [f"{m}, 2 epochs" for m in methods]
     for cell in found.cells.values():
         assert [len(row) for row in cell["accuracy"]] == [1, 2, 3, 4, 5]
@@ -141,7 +139,7 @@ def test_split_mnist(smoke, stand_ins):
 
 
 def test_split_mnist_is_five_pairs_of_digits(stand_ins):
-    train, test = split_mnist.tasks()
+    train, test = split_tasks.tasks()
     assert list(train) == list(test) == ["0/1", "2/3", "4/5", "6/7", "8/9"]
     assert sum(len(y) for _, y in train.values()) == 300
     x, y = test["2/3"]
@@ -152,16 +150,16 @@ def test_split_mnist_is_five_pairs_of_digits(stand_ins):
     assert torch.equal(x, torch.from_numpy(pixels))
     assert y.shape == (wanted.sum(), 1)
     assert y[:, 0].tolist() == (labels[wanted] == 3).tolist()
-    assert [len(part[1]) for part in split_mnist.tasks(7)[0].values()] == [7] * 5
+    assert [len(part[1]) for part in split_tasks.tasks(7)[0].values()] == [7] * 5
 
 
 def test_split_cifar(smoke, every_set, monkeypatch):
-    learn, given = split_mnist.learn, []
+    learn, given = split_tasks.learn, []
     monkeypatch.setattr(
-        split_mnist, "learn", lambda *args, **how: given.append(how) or learn(*args, **how)
+        split_tasks, "learn", lambda *args, **how: given.append(how) or learn(*args, **how)
     )
-    methods = split_cifar.experiment.at("smoke").methods
-    found = smoke(split_cifar.experiment)
+    methods = split_tasks.split_cifar.at("smoke").methods
+    found = smoke(split_tasks.split_cifar)
     names = ["CIFAR-10", *(f"task {number}" for number in range(2, 7))]
     faster = {"lr_multipliers": {"scale": 10}}
     each = {"VCL": faster, "VCL 0.1": faster | {"beta": 0.1}, "ML": {}}
@@ -176,8 +174,11 @@ def test_split_cifar(smoke, every_set, monkeypatch):
 
 
 def test_later_tasks_of_split_cifar_have_two_classes_of_each_set(every_set):
-    settings = split_cifar.experiment.at(images=50, test_images=30, later_images=20)
-    sets, (train, _) = split_cifar.tasks(settings), common.images("cifar10_subset", "train")
+    settings = split_tasks.split_cifar.at(images=50, test_images=30, later_images=20)
+    sets, (train, _) = (
+        split_tasks.tasks_of_cifar(settings),
+        common.images("cifar10_subset", "train"),
+    )
     assert [len(y) for _, y in sets["CIFAR-10"]] == [50, 30]
     mean, scale = (part((0, 2, 3))[:, None, None] for part in (train.mean, train.std))
     torch.testing.assert_close(sets["CIFAR-10"][0][0][3], (train[3] - mean) / scale)

@@ -5,18 +5,16 @@ import math
 import shlex
 
 import agreement
-import binary_gap
+import binary
 import evidence
+import image_laplace
 import mile
-import mile_digits
-import moments
 import next_task
 import numpy as np
-import prior_precision
+import posteriors
 import pytest
 import run
 import runner
-import sbc
 import sklearn_methods
 import torch
 import two_clusters
@@ -46,16 +44,16 @@ UNFAMILIAR = ["ML", "MC dropout", "last layer"]
 CASES = [
     ("agreement --data yacht", len(agreement.ROWS), agreement.ROWS),
     ("agreement --data digits --methods MAP ensemble", 2, ["MAP", "ensemble"]),
-    ("binary_gap", 2 * len(binary_gap.ROWS), binary_gap.ROWS),
+    ("binary_gap", 2 * len(binary.CHANGES), binary.CHANGES),
     ("laplace_toys step", 1, STEP),
     ("links", 2, LINKS),
     ("low_rank", 2, ["full", "kron", "diag", "rank 3"]),
     ("mile_beside_bde --methods 'deep ensemble' MILE", 2, ["deep ensemble", "MILE"]),
-    ("mile_digits", 1, mile_digits.ROWS),
-    ("moments", 2 * len(moments.METHODS), moments.METHODS),
+    ("mile_digits", 1, mile.METHODS[:-1]),
+    ("moments", 2 * len(posteriors.METHODS), posteriors.METHODS),
     ("next_task", 1, [f"10 units, {name}" for name in next_task.CHANGES]),
-    ("prior_precision", 2, prior_precision.ROWS),
-    ("sbc", 2 * len(sbc.METHODS), sbc.METHODS),
+    ("prior_precision", 2, image_laplace.BY_PRECISION),
+    ("sbc", 2 * len(posteriors.SBC_METHODS), posteriors.SBC_METHODS),
     (f"sklearn_methods --data friedman wine --rows {shlex.join(SMALL)}", 2 * len(SMALL), SMALL),
     ("transformer", 1, ["ML", "MAP", *PARTS]),
     ("two_clusters regression", 1, FIELDS),
@@ -120,11 +118,11 @@ def of_next_task(cells):
 def of_prior_precision(cells):
     for cell in cells.values():
         for counts in cell["entropies, known and unknown"].values():
-            assert [(len(part), sum(part)) for part in counts] == [(prior_precision.BINS, 50)] * 2
+            assert [(len(part), sum(part)) for part in counts] == [(image_laplace.BINS, 50)] * 2
 
 
 def of_sbc(cells):
-    s = sbc.experiment.at("smoke")
+    s = posteriors.sbc.at("smoke")
     for ranks in (ranks for cell in cells.values() for ranks in cell["ranks"].values()):
         assert len(ranks) == s.simulations
         assert all(0 <= rank <= s.draws for rank in ranks)
@@ -140,10 +138,10 @@ def of_regression(cells):
 def of_binary_gap(cells):
     # Another rate is another fit; a row changes nothing that it does not name.
     own = [cell["NLL"] for (net, *_), cell in cells.items() if net == "mlp"]
-    assert len({*own}) == len(binary_gap.ROWS)
-    changes = [binary_gap.BASE | changed for changed in binary_gap.ROWS.values()]
+    assert len({*own}) == len(binary.CHANGES)
+    changes = [binary.BASE | changed for changed in binary.CHANGES.values()]
     for changed in changes:
-        assert sum(changed[key] != value for key, value in binary_gap.BASE.items()) <= 1
+        assert sum(changed[key] != value for key, value in binary.BASE.items()) <= 1
 
 
 CHECKS = {
@@ -221,7 +219,7 @@ def test_adapters_are_what_is_trained():
 
 def test_the_grid_is_wide_and_fine_enough():
     """Its moments are those of importance sampling from a wide t-distribution."""
-    x, y, _, scale, mean, sd = moments.problem("logistic")
+    x, y, _, scale, mean, sd = posteriors.problem("logistic")
     torch.manual_seed(0)
     wide = torch.distributions.StudentT(5.0, mean, 1.5 * sd)
     w = wide.sample((400_000,))
@@ -240,8 +238,8 @@ def test_validation_images_choose_a_prior_and_all_entropies_are_in_bins():
         return {"rows": {"MAP": {"validation NLL": validation, "NLL": test}}}
 
     found = {0.1: [cell(0.4, 0.1), cell(0.5, 0.1)], 1.0: [cell(0.3, 0.9), cell(0.5, 0.9)]}
-    assert prior_precision.chosen(found, "MAP") == 1.0
-    counts = prior_precision.of_bins(torch.tensor([0.0, math.log(10)]))  # the least and the most
+    assert image_laplace.chosen(found, "MAP") == 1.0
+    counts = image_laplace.of_bins(torch.tensor([0.0, math.log(10)]))  # the least and the most
     assert counts[0] == counts[-1] == 1
 
 
@@ -249,10 +247,10 @@ def test_ranks_of_seeds_are_pooled():
     names = ("first", "middle", "square", "log likelihood")
     cell = {"ranks": {name: [0, 9, 4, 5] for name in names}}
     cells = {("regression", "NUTS", seed): cell for seed in ("0", "1")}
-    record = runner.Record(None, sbc.experiment.by, {"settings": {"draws": 9}}, cells)
-    found = sbc.pooled(record, "regression", "NUTS")
+    record = runner.Record(None, posteriors.sbc.by, {"settings": {"draws": 9}}, cells)
+    found = posteriors.pooled(record, "regression", "NUTS")
     assert torch.equal(found.ranks["first"], torch.tensor([0, 9, 4, 5] * 2))
-    assert sbc.outer(found) == 0.5
+    assert posteriors.outer(found) == 0.5
 
 
 def test_every_set_of_scikit_learn_is_there():
