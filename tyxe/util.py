@@ -454,7 +454,7 @@ def aligned(tensor: Any) -> Any:
     A part of a longer vector may not. Fused kernels of GPUs, such as that of a transformer layer,
     then fail.
     """
-    if tensor.device.type == "cpu" or type(tensor) is not Tensor:
+    if tensor.device.type == "cpu" or type(tensor) is not Tensor or torch.compiler.is_compiling():
         return tensor
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return tensor if is_wrapped or tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
