@@ -108,7 +108,8 @@ def _start_from(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         for device in _devices()[1:2]:
             module, _ = _generators(device)
-            getattr(module, "manual_seed_all", module.manual_seed)(seed)
+            seed_all = getattr(module, "manual_seed_all", None) or module.manual_seed
+            seed_all(seed)
 
 
 @contextmanager
