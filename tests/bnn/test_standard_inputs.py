@@ -9,7 +9,13 @@ from torch import nn
 import tyxe
 from tests.oracles.bnns import NORMAL, mean_field
 from tests.oracles.nets import NetOf
-from tyxe.bnn.checks import FAR, UNLIKE, distance_from_standard
+from tyxe.bnn.checks import (
+    FAR,
+    OFF_CENTRE,
+    UNLIKE,
+    distance_from_standard,
+    distance_from_zero,
+)
 
 NET = nn.Linear(3, 1)
 
@@ -37,6 +43,7 @@ def table(rows=40, seed=0):
 )
 def test_inputs_that_are_well(inputs):
     assert distance_from_standard(NET, inputs) < UNLIKE / 2
+    assert distance_from_zero(NET, inputs) < OFF_CENTRE / 2
 
 
 def test_features_of_another_net():
@@ -44,6 +51,7 @@ def test_features_of_another_net():
     body = nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 512), nn.ReLU())
     features = torch.stack([body(torch.randn(49, 20)).mean(0) for _ in range(40)]).detach()
     assert distance_from_standard(NET, features) < FAR
+    assert distance_from_zero(NET, features) < OFF_CENTRE / 2
 
 
 @pytest.mark.parametrize(
@@ -60,6 +68,14 @@ def test_inputs_that_are_not(inputs, distance):
     assert distance_from_standard(NET, inputs) == pytest.approx(distance, rel=0.3)
     first = nn.Sequential(nn.BatchNorm1d(3), NET)
     assert distance_from_standard(first, inputs) == 1.0
+
+
+@pytest.mark.parametrize("std", [1e-3, 1.0, 5.0])
+def test_a_mean_is_far_from_zero_in_standard_deviations_that_are_not_small(std):
+    inputs = std * table(4_000) + torch.tensor([0.0, 0.0, 20.0])
+    expected = 20 / max(std, 1.0)
+    assert distance_from_zero(NET, (table(), inputs)) == pytest.approx(expected, rel=0.1)
+    assert distance_from_zero(nn.Sequential(nn.BatchNorm1d(3), NET), inputs) == 0.0
 
 
 def test_a_net_that_standardises_by_its_buffers():
@@ -103,7 +119,7 @@ FITS = {
 @pytest.mark.parametrize("name", FITS)
 def test_fits_warn_once_and_name_the_cure(name):
     scales, y = torch.tensor([1.0, 1.0, 700.0]), torch.randn(40, 1)
-    for x, count in ((table() * scales, 1), (table(), 0)):
+    for x, count in ((table() * scales, 1), (table() + 20, 1), (table(), 0)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", tyxe.TyxeWarning)
             FITS[name]([(x, y)] * 3)
