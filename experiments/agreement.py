@@ -38,12 +38,7 @@ CLASSES, NUMBERS = ["digits"], ["yacht", "concrete"]
 SETS = [*CLASSES, *NUMBERS]
 RATES = {"Adam's rate": 1e-2, "SGD's rate": 0.1, "SGHMC's rate": 0.03, "IVON's rate": 0.1}
 # [Izmailov et al. 2021]: ResNet-20 on CIFAR-10, agreement in percent and total variation.
-PAPER = {
-    "NUTS": "94 / .07",
-    "SGHMC, cyclical": "91 to 93 / .10",
-    "ensemble": "91.5 / .115",
-    "mean field": "88.8 / .136",
-}
+PAPER = runner.SETTINGS["agreement"]["paper"]
 
 
 @dataclass(frozen=True)
@@ -67,16 +62,10 @@ def modes(on):
     return Fitted(bnn)
 
 
-def laplace(structure, predictive, on):
-    bnn = tyxe.LaplaceBNN(on.start, on.prior, on.problem.likelihood, structure=structure)
+def laplace(structure, predictive, on, is_last=False):
+    prior = common.normal(**on.head) if is_last else on.prior
+    bnn = tyxe.LaplaceBNN(on.start, prior, on.problem.likelihood, structure=structure)
     bnn._default_predictive = predictive
-    bnn.fit_curvature(on.problem.loader, progress=False)
-    return Fitted(bnn, on.s.draws)
-
-
-def last_layer(on):
-    prior = common.normal(**on.head)
-    bnn = tyxe.LaplaceBNN(on.start, prior, on.problem.likelihood)
     bnn.fit_curvature(on.problem.loader, progress=False)
     return Fitted(bnn, on.s.draws)
 
@@ -100,7 +89,7 @@ def nuts(on):
 FULL = partial(methods.gaussian, guide=AutoMultivariateNormal)
 OWN = {
     "variational Laplace": Method(by_curvature, "ML"),
-    "Laplace, last layer": Method(last_layer, "MAP"),
+    "Laplace, last layer": Method(partial(laplace, "kron", "glm", is_last=True), "MAP"),
     "full-covariance VI": Method(FULL),
     "ensemble of MAP": Method(modes),
     **{

@@ -28,18 +28,13 @@ FORMS |= {"entropy, wrong": ".2f", "AUROC": ".3f"}
 FORMS |= {f"training NLL, {kind}": ".2f" for kind in CHANGES} | {"diagonal's sum": ".3g"}
 
 
-def validation(s):
-    """Return images that the net was not trained on, normalised as the others are."""
+def choose(s, seed, bnn):
+    """Give it the N and tau of the lowest cross-entropy of images that were not trained on."""
     x, y = common.images("cifar10_subset", "train")
     rows = slice(s.training_images, s.training_images + s.validation_images)
     if not len(y[rows]):
         raise SystemExit(f"no image is left after {s.training_images}: fewer --training-images")
-    return resnet_ood.load(s)[-1](x[rows]), y[rows]
-
-
-def choose(s, seed, bnn):
-    """Give it the N and tau of the lowest cross-entropy of validation images; return them."""
-    x, y = validation(s)
+    x, y = resnet_ood.load(s)[-1](x[rows]), y[rows]
 
     def cross_entropy(bnn):
         torch.manual_seed(seed)  # the same random numbers for all

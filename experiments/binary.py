@@ -37,18 +37,7 @@ import tyxe
 from tyxe.poutine import local_reparameterization
 
 # What the prior and the fit are told, and [T tab. 4.2]: accuracy in per cent, and NLL.
-ROWS = {
-    "real weights": (None, ()),
-    "STE": (None, ("99.21", "0.027")),
-    "STE ensemble": (None, ("99.25", "0.022")),
-    "Bernoulli, tau 1": ({"tau": 1.0}, ("95.21", "0.237")),
-    "Bernoulli, tau 0.01": ({"tau": 0.01}, ("98.99", "0.033")),
-    "Bernoulli, tau 0.001": ({"tau": 0.001}, ("98.97", "0.032")),
-    "Beta, delta 0": ({"delta": 0.0}, ("99.02", "0.029")),
-    "Beta, delta 0.001": ({"delta": 0.001}, ("99.03", "0.028")),
-    "Beta, delta 0.0001": ({"delta": 0.0001}, ("99.06", "0.028")),
-    "Beta, delta 0.1": ({"delta": 0.1}, ("97.47", "0.114")),  # in [T] by 16 draws
-}
+ROWS = runner.SETTINGS["binary"]["table"]
 RUNS = [row for row in ROWS if row != "STE ensemble"]
 FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "OOD entropy": ".2f"}
 FORMATS |= {"OOD AUROC": ".3f", "weight entropy": ".3f", "training NLL": ".3f"}
@@ -261,21 +250,7 @@ experiment = runner.Experiment("binary", cells, table, figure, by, **how)
 # --------------------------------------------------------------------------- behind the estimator
 
 BASE = {"rate": 0.1, "tau": 0.001, "more steps": 1, "draws a step": 1, "guide": {}}
-CHANGES = {
-    "STE": {"STE": True},
-    "STE, 4 x steps": {"STE": True, "more steps": 4},
-    "STE, rate 0.3": {"STE": True, "rate": 0.3},
-    "base": {},
-    "4 x steps": {"more steps": 4},
-    "rate 0.01": {"rate": 0.01},
-    "rate 0.03": {"rate": 0.03},
-    "rate 0.3": {"rate": 0.3},
-    "4 draws a step": {"draws a step": 4},
-    "tau 0": {"tau": 0.0},
-    "concrete draws, 0.5": {"guide": {"relaxed": 0.5}},
-    "concrete draws, 0.1": {"guide": {"relaxed": 0.1}},
-    "start x 4": {"guide": {"init_gain": 8.0}},  # logits are 2 w / s where w is small
-}
+CHANGES = runner.SETTINGS["binary_gap"]["table"]
 GAP = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "training NLL": ".3f"}
 GAP |= {"mode: NLL": ".3f", "mode: ECE %": ".2f", "many draws: NLL": ".3f", "sums: NLL": ".3f"}
 GAP |= {"weight entropy": ".3f"}

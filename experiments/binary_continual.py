@@ -21,17 +21,7 @@ import torch
 
 import tyxe
 
-ROWS = {
-    "Bernoulli, tau 1": {"tau": 1.0},
-    "Bernoulli, tau 0.1": {"tau": 0.1},
-    "Bernoulli, tau 0.01": {"tau": 0.01},
-    "Beta, delta 0, tau 1": {"delta": 0.0, "tau": 1.0},
-    "Beta, delta 0": {"delta": 0.0, "tau": 0.1},
-    "Beta, delta 0.01": {"delta": 0.01, "tau": 0.1},
-    "Beta, delta 0.1": {"delta": 0.1, "tau": 0.1},
-    "STE, clipped": {"clip": True},
-    "STE": {"clip": False},
-}
+ROWS = runner.SETTINGS["binary_continual"]["facts"]["rows"]
 # From the accuracies on the tasks seen, in their order, to one number.
 PANELS = {"tasks seen, mean": statistics.fmean, "first task": itemgetter(0)}
 PANELS |= {"newest task": itemgetter(-1)}
@@ -119,6 +109,5 @@ def figure(record):
     return drawn
 
 
-cells, how = runner.every(run, row="rows", seed="seeds"), {"facts": {"rows": ROWS}}
-how |= {"choices": {"rows": ROWS}}
-experiment = runner.Experiment("binary_continual", cells, table, figure, **how)
+cells, choices = runner.every(run, row="rows", seed="seeds"), {"rows": ROWS}
+experiment = runner.Experiment("binary_continual", cells, table, figure, choices=choices)

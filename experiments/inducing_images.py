@@ -293,13 +293,7 @@ experiment = runner.Experiment("inducing_images", cells, table, figure, by, **ho
 SCORES = {"accuracy %": ".1f", "NLL": ".2f", "ECE %": ".1f"}
 LEVELS = range(6)
 # [T], at levels 1, 3 and 5.
-PAPER = {
-    "deterministic": ((88, 76, 58), (10, 21, 37)),
-    "ensemble": ((89, 78, 60), (4, 10, 20)),
-    "FFG-W": ((84, 69, 51), (13, 12, 11)),
-    "FFG-U": ((87, 74, 57), (2, 8, 16)),
-    "ensemble-U": ((87, 74, 55), (3, 9, 20)),
-}
+PAPER = runner.SETTINGS["corruptions"]["paper"]
 
 
 @cache
@@ -348,26 +342,23 @@ def by_level(row, score):
     return [row[score], *map(statistics.fmean, zip(*each, strict=True))]
 
 
+def by_way(row, score):
+    return [statistics.fmean(row["corrupted"][way][score]) for way in CORRUPTIONS]
+
+
 def table_of_corruptions(record):
     rows, blocks = tables.rows(record.cells), []
-    for score, (name, form) in zip((0, None, 1), SCORES.items(), strict=True):
-        lines = []
-        for row, found in rows.items():
-            levels = [by_level(seed, name) for seed in found]
-            texts = [tables.over_seeds(list(at), form) for at in zip(*levels, strict=True)]
-            for level, place in ((1, 0), (3, 1), (5, 2)) if score is not None else ():
-                texts[level] += f" ({PAPER[row][score][place]})"
-            lines.append([row, *texts])
-        blocks.append(tables.markdown([name, *(f"level {i}" for i in LEVELS)], lines))
-    for name, form in SCORES.items():
-        lines = []
-        for row, found in rows.items():
-            own = [
-                [statistics.fmean(seed["corrupted"][way][name]) for seed in found]
-                for way in CORRUPTIONS
-            ]
-            lines.append([row, *(tables.over_seeds(values, form) for values in own)])
-        blocks.append(tables.markdown([f"{name}, all levels", *CORRUPTIONS], lines))
+    pages = {by_level: ("", [f"level {i}" for i in LEVELS]), by_way: (", all levels", CORRUPTIONS)}
+    for means, (ending, columns) in pages.items():
+        for score, form in SCORES.items():
+            lines = []
+            for row, found in rows.items():
+                values = zip(*(means(seed, score) for seed in found), strict=True)
+                lines.append([row, *(tables.over_seeds(list(own), form) for own in values)])
+                known = PAPER[row].get(score, {}) if means is by_level else {}
+                for level, number in known.items():
+                    lines[-1][1 + int(level)] += f" ({number})"
+            blocks.append(tables.markdown([score + ending, *columns], lines))
     return "\n\n".join(blocks)
 
 

@@ -52,14 +52,7 @@ OWN |= {"max scale": SCALED[:2], "max scale of U": ["inducing"]}
 ANNEALED = ("without", "of growing")
 FORMATS = {"NLL": ".3f", "accuracy %": ".2f", "ECE %": ".2f", "OOD AUROC": ".3f"}
 # [T tab. 5.1], in the order of the columns.
-PAPER = {
-    "ml": ["0.33", "94.29", "4.10", "0.78"],
-    "map": ["0.29", "92.14", "4.44", "0.82"],
-    "mean-field-sd-only": ["0.27", "93.66", "3.14", "0.93"],
-    "mean-field": ["0.20", "93.28", "0.97", "0.94"],
-    "last-layer-mean-field": ["0.35", "93.36", "3.62", "0.89"],
-    "last-layer-low-rank": ["0.34", "93.31", "3.75", "0.89"],
-}
+PAPER = runner.SETTINGS["resnet"]["paper"]
 
 
 def check(s):

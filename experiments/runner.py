@@ -73,7 +73,7 @@ def facts_of(command: str) -> dict[str, dict[str, Any]]:
     for name, facts in SETTINGS[command].items():
         if (other := name.removeprefix("as in ")) != name:
             found |= {name: facts_of(other)[name] for name in facts}
-        elif name != "file":
+        elif name not in ("file", "facts", "paper", "table"):
             found[name] = facts
     return found
 
@@ -216,7 +216,7 @@ class Experiment:
         table: from the record to Markdown, or to several pages by the ending of their names.
         figure: from the record to a figure, or likewise to several.
         by: what the parts of a key are, which `every` knows of its own cells.
-        facts: what the file is to hold besides, such as published numbers.
+        facts: what the file is to hold besides `facts` of settings.json, such as published numbers.
         name: of its files, if not the command's, with fields of settings: `laplace_{0.data}`.
         ending: from settings to what the name has besides.
         choices: what options may be, by their names; "all" in settings.json are all of them.
@@ -313,7 +313,8 @@ class Experiment:
                 "an --out of its own, or delete the file"
             )
         published = self.recorded(self.at("published"))
-        about |= {"settings": self.recorded(s)} | self.facts
+        about |= {"settings": self.recorded(s)} | SETTINGS[self.command].get("facts", {})
+        about |= self.facts
         if published != self.recorded(self.at()):
             about["published settings"] = published
         for key, function in self.cells(s, record.cells):

@@ -48,19 +48,17 @@ FLAT = 0.1  # the share of images whose labels are of all classes alike, in that
 # Predictions by the mean of the weights.
 MODE = {"num_predictions": 0, "predictive": "bnn", "reduction": "mean", "batch_size": 1_000}
 ONLINE_RUN = "task_sequences online"
-LAMBDAS = [1.0, 10.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 1e6]
 
 
 class Sequence(NamedTuple):
     """What differs between sequences.
 
     `problem(s, seed)` returns a net, the names of tasks, and `part(task, index)`: the data to train
-    (0) and to test (1); of each method the strengths, and what divides the strength where that
-    divides the rates of later tasks; options of Laplace; names of output layers.
+    (0) and to test (1); options of Laplace; of methods what divides the strength where that divides
+    the rates of later tasks; names of output layers. Strengths are in settings.json.
     """
 
     problem: Any
-    strengths: dict[str, list]
     laplace: dict[str, Any] = LAPLACE
     slower: Any = None
     head: Any = None
@@ -267,7 +265,8 @@ def over_strength(record):
 
 
 def of(word, sequence, table=table, figure=over_tasks, **how):
-    strengths = sequence.strengths
+    command = f"task_sequences {word}"
+    strengths = runner.SETTINGS[command]["facts"]["strengths"]
 
     def cells(s, found):
         if without := [m for m in s.methods if m not in strengths and not s.strengths]:
@@ -284,28 +283,20 @@ def of(word, sequence, table=table, figure=over_tasks, **how):
                     label += f", {s.units} units" if getattr(s, "units", 100) != 100 else ""
                     yield (label, seed), partial(learn, s, sequence, method, strength, seed, label)
 
-    how |= {"by": ("method", "seed"), "facts": {"strengths": strengths}}
-    return runner.Experiment(f"task_sequences {word}", cells, table, figure, **how)
+    return runner.Experiment(command, cells, table, figure, ("method", "seed"), **how)
 
 
-BOUNDS = {"ML": [None], "joint": [None]}
-THREE = {method: [1.0, 3.0, 10.0] for method in ("kron", "diag", "EWC")} | {"at once": [None]}
-MANY = {"kron": LAMBDAS, "diag": LAMBDAS, "SI": [0.1, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5]} | BOUNDS
-FEW = {"kron": [1.0, 10.0], "diag": [1.0, 10.0], "per-task kron": [1.0], "EWC": [1.0]}
-FEW |= {"SI": [0.1, 1.0], "ML": [None], "alone": [None]}
 # Of labels that the net holds to be improbable the curvature is larger, and of convolutions, whose
 # weights are in use at each position.
 REMEDIES = {"kron flat labels": 1, "kron own classes": 10}
 SLOWER = {"kron": 10, "diag": 100} | REMEDIES
 CONVOLUTIONS = {"diag": 10, "EWC": 10}
-SI = Sequence(permuted, {"SI": [0.01, 0.03, 0.1, 0.3, 1.0]} | BOUNDS)
-MANY |= {"kron flat labels": [10.0, 30.0], "kron own classes": [10.0, 30.0, 100.0]}
-TWO = Sequence(disjoint, MANY, LAPLACE | dict.fromkeys(REMEDIES, SUM), SLOWER)
-FOUR = Sequence(vision, FEW, slower=CONVOLUTIONS, head=["head"])
-MANY_TASKS = Sequence(permuted, THREE, ONLINE)
+TWO = Sequence(disjoint, LAPLACE | dict.fromkeys(REMEDIES, SUM), SLOWER)
+FOUR = Sequence(vision, slower=CONVOLUTIONS, head=["head"])
+MANY_TASKS = Sequence(permuted, ONLINE)
 experiments = {
     "online": of("online", MANY_TASKS, online_table, name="online_laplace_{0.tasks}"),
-    "permuted": of("permuted", SI, name="continual_permuted"),
+    "permuted": of("permuted", Sequence(permuted), name="continual_permuted"),
     "disjoint": of("disjoint", TWO, figure=over_strength, name="continual_disjoint"),
     "vision": of("vision", FOUR, name="continual_vision"),
 }

@@ -29,15 +29,8 @@ import tyxe
 COLUMNS = ["MAP", "MFVI", "bnn", "glm", "glm diag", "refine", "refine diag"]
 SCORES = ["accuracy %", "ECE %"]
 OWN = {"diag": ["MAP", "glm diag", "refine diag"], "full": ["bnn", "glm", "refine"]}
-# By set, the test NLL of the columns that the paper has, and of a rerun of its code.
-PUBLISHED = {
-    "australian": [(0.31, 0.34, 0.42, 0.32, 0.33), (0.30, 0.32, 0.41, 0.30, 0.32)],
-    "cancer": [(0.11, 0.11, 0.19, 0.10, 0.11), (0.07, 0.09, 0.18, 0.09, 0.10)],
-    "glass": [(0.95, 1.06, 1.41, 0.86, 0.99), (1.14, 1.08, 1.39, 0.90, 1.00)],
-    "waveform": [(0.335, 0.393, 0.516, 0.339, 0.388)],
-    "digits": [(0.094, 0.219, 0.875, 0.250, 0.409)],
-    "satellite": [(0.230, 0.307, 0.482, 0.241, 0.327)],
-}
+# By set and column, the test NLL of the paper, and of a rerun of its code.
+PUBLISHED, RERUN = runner.SETTINGS["uci"]["facts"].values()
 SETS = [*PUBLISHED, "ionosphere", "vehicle"]
 
 
@@ -182,8 +175,8 @@ def table(record):
         texts = [tables.over_seeds([cell["test"] for cell in cells], ".3f") for cells in found]
         for i, cells in enumerate(found):
             texts[i] += f", {len(cells)} splits" if 0 < len(cells) < count else ""
-            known = PUBLISHED.get(name, []) if has_paper else []
-            others = "; ".join(f"{each[i]:g}" for each in known if i < len(each))
+            known = [each.get(name, {}).get(COLUMNS[i]) for each in (PUBLISHED, RERUN)]
+            others = "; ".join(f"{number:g}" for number in known if number and has_paper)
             texts[i] += f" ({others})" if cells and others else ""
         nlls.append([name, str(count), *texts])
         # Former revisions recorded log-likelihoods alone.
@@ -199,17 +192,11 @@ def table(record):
     return {e: tables.markdown(["", "splits", *titles], lines) for e, lines in pages.items()}
 
 
-def of_columns(index):
-    some = {name: each[index] for name, each in PUBLISHED.items() if index < len(each)}
-    return {name: dict(zip(COLUMNS, numbers, strict=False)) for name, numbers in some.items()}
-
-
 experiment = runner.Experiment(
     "uci",
     cells,
     table,
     by=("data", "column", "split"),
-    facts={"published": of_columns(0), "rerun of the published code": of_columns(1)},
     ending=lambda s: "" if s.hidden_layers == 2 else f"_{s.hidden_layers}_layer",
     choices={"data": SETS},
 )
