@@ -330,7 +330,7 @@ def cells(s, found):
 
 
 def table(record):
-    pairs = product(dict.fromkeys(key[0] for key in record.cells), METHODS)
+    pairs = product(record.names(), METHODS)
     rows = {(method, name): [*record.of(name, method).values()] for name, method in pairs}
     rows = {name: found for name, found in rows.items() if found}
     known = {

@@ -77,7 +77,7 @@ def run(s, model, seed):
 
 def table(record):
     parts = []
-    for model in dict.fromkeys(key[0] for key in record.cells):
+    for model in record.names():
         lines = []
         for name, row in next(iter(record.of(model).values()))["rows"].items():
             kind = name if name in OTHERS else f"rank {name}"

@@ -10,7 +10,6 @@ have; it returns opacities in [0, 1], `(n, depths)`, and colours, `(n, depths, 3
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from zipfile import is_zipfile
 
 import common
 import numpy as np
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SHAPES = {"images": "VSS3", "silhouettes": "VSS", "R": "V33", "T": "V3", "azimuth_deg": "V"}
-SHAPES |= {"fov_deg": ""}
+ARRAYS = ("images", "silhouettes", "R", "T", "azimuth_deg", "fov_deg")
 PARTS = ("pixels", "rotation", "translation", "azimuth")
 
 
@@ -71,26 +69,13 @@ def load(name):
             f"{common.looked(name)}. Set TYXE_DATA to a folder that has it, or name an archive of "
             "your own with --data: docs/nerf.md says which arrays it holds"
         )
-    wanted = ", ".join(f"{key} ({', '.join(shape)})" for key, shape in SHAPES.items())
-    wanted = f"expected {wanted} of V views of S x S pixels, images and silhouettes as uint8"
-    if not is_zipfile(path):
-        raise ValueError(f"{path} is no archive of numpy (.npz); {wanted}")
-    with np.load(path) as arrays:
-        try:
-            found = {key: arrays[key] for key in arrays}
-        except ValueError as error:  # pickled objects
-            raise ValueError(f"{path}: {error}; {wanted}") from error
-    views, size = (*found.get("images", np.empty(0)).shape, 0, 0)[:2]
-    sizes = {"V": views, "S": size, "3": 3}
-    layout = {key: (tuple(sizes[n] for n in shape), "S" in shape) for key, shape in SHAPES.items()}
-    given = {k: (found[k].shape, found[k].dtype == np.uint8) for k in SHAPES if k in found}
-    if given != layout:
-        held = ", ".join(f"{key} {array.shape} {array.dtype}" for key, array in found.items())
-        raise ValueError(f"{path} holds {held or 'no arrays'}; {wanted}")
-    colour, silhouettes = (torch.from_numpy(found[n]) for n in ("images", "silhouettes"))
-    pixels = torch.cat([colour, silhouettes[..., None]], -1).movedim(-1, 1) / 255
-    cameras = (torch.from_numpy(found[n]).float() for n in ("R", "T", "azimuth_deg"))
-    return Views(pixels, *cameras, float(found["fov_deg"]))
+    with np.load(path) as found:
+        if missing := [key for key in ARRAYS if key not in found]:
+            expected = f"expected {', '.join(ARRAYS)}: docs/nerf.md says of which shapes"
+            raise ValueError(f"{path} has no {', '.join(missing)}; {expected}")
+        images, silhouettes, *cameras, fov = (torch.from_numpy(found[key]) for key in ARRAYS)
+    pixels = torch.cat([images, silhouettes[..., None]], -1).movedim(-1, 1) / 255
+    return Views(pixels, *(each.float() for each in cameras), float(fov))
 
 
 def rays(views, xy):

@@ -1,22 +1,37 @@
-"""Unfamiliar images by confidence and by the disagreement of draws, for rows of the leaderboard.
+"""Rows of the leaderboard: unfamiliar images, and links of a last layer beside samples.
 
-Each row is trained with the settings that the leaderboard's record has chosen for it, and scores
-test images and unknown ones: digits 0 to 7 and 8 to 9, FashionMNIST and notMNIST. Columns are areas
-under the ROC curve; the mutual information of the draws is 0 where there is one. In bold is what is
-within one standard error of the best.
+`unfamiliar`: by confidence and by the disagreement of draws. Each row is trained with the settings
+that the leaderboard's record has chosen for it, and scores test images and unknown ones: digits 0
+to 7 and 8 to 9, FashionMNIST and notMNIST. Columns are areas under the ROC curve; the mutual
+information of the draws is 0 where there is one. In bold is what is within one standard error of
+the best.
+
+`links`: from Gaussian logits to class probabilities, beside many samples of the logits.
+
+  fashion  FashionMNIST: a last layer on the net of MAP, both as the leaderboard has chosen them
+  digits   scikit-learn's digits, some rows of them to train: all weights of `BayesianClassifier`,
+           at the precision of largest evidence and before its temperature
+
+All links have the same means and covariances of test points, in double precision. The mode is the
+softmax of the means. The total variation is the distance from the first row, mean over points.
 """
 
 from functools import partial
 from itertools import product
 
+import common
 import leaderboard
 import runner
 import tables
+import torch
 from leaderboard_data import problem
 from leaderboard_methods import METHODS, Case
+from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import StandardScaler
 
 import tyxe
 from tyxe.predictive import scores
+from tyxe.predictive.links import CLASS_LINKS
 
 RESULTS = runner.Path(__file__).with_name("results")
 COLUMNS = {
@@ -59,7 +74,7 @@ def cells(s, found):
 
 def table(record):
     parts = []
-    for name in dict.fromkeys(key[0] for key in record.cells):
+    for name in record.names():
         columns = []
         for title in COLUMNS:
             values = {
@@ -76,3 +91,65 @@ def table(record):
 
 by, choices = ("data", "method", "seed"), {"methods": METHODS}
 experiment = runner.Experiment("unfamiliar", cells, table, by=by, choices=choices)
+
+# --------------------------------------------------------------------------- links
+
+LINK_FORMS = {"NLL": ".3f", "ECE %": ".1f", "total variation": ".3f"}
+
+
+def last_layer(s, seed):
+    """Return a BNN, and inputs and targets to test."""
+    own, found = fitted(s, "fashion", "Laplace, last layer", seed)
+    (x,), y = own.parts["test"]
+    return found.bnn, x, y
+
+
+def all_layers(s, seed):
+    # Here, because all experiments are listed where scikit-learn is older than its extra wants.
+    from tyxe.integrations.sklearn import BayesianClassifier
+
+    x, y = (part.numpy() for part in common.all_digits())
+    how = {"train_size": s.training_rows, "random_state": seed, "stratify": y}
+    x, x_test, y, y_test = train_test_split(x.reshape(len(x), -1), y, **how)
+    scaler, how = StandardScaler().fit(x), {"num_epochs": s.estimator_epochs}
+    model = BayesianClassifier(standardize=False, random_state=seed, **how)
+    bnn = model.fit(scaler.transform(x), y).bnn_
+    return bnn, torch.as_tensor(scaler.transform(x_test)), torch.as_tensor(y_test)
+
+
+FITS = {"fashion": last_layer, "digits": all_layers}
+
+
+def run_links(s, data, seed):
+    bnn, x, y = FITS[data](s, seed)
+    mean = bnn.predict(x, num_predictions=0, batch_size=500).double()
+    covariance = torch.cat([bnn.functional_variance(part) for part in x.split(500)]).double()
+    torch.manual_seed(seed)
+    kinds = [(f"mc, {count:,} samples", "mc", count) for count in (s.samples, s.draws)]
+    kinds += [("probit", "probit", 0), ("bridge", "bridge", 0)]
+    found = {name: CLASS_LINKS[link](mean, covariance, count) for name, link, count in kinds}
+    found["the mode"] = mean.log_softmax(-1)
+    probs = {name: logs.exp() for name, logs in found.items()}
+    rows, many = {}, probs[kinds[0][0]]
+    for name, own in probs.items():
+        rows[name] = tables.scores(own, y)
+        if own is not many:
+            rows[name]["total variation"] = (own - many).abs().sum(1).mean().item() / 2
+    # What is along (1, ..., 1) changes no probability.
+    common_part = covariance.sum((1, 2)).mean() / mean.shape[1]
+    trace = covariance.diagonal(dim1=1, dim2=2).sum(1).mean()
+    return {"rows": rows, "common to all logits": (common_part / trace).item()}
+
+
+def table_of_links(record):
+    parts = []
+    for data in record.names():
+        cells = record.of(data)
+        parts += [f"**{data}**", tables.score_table(tables.rows(cells), LINK_FORMS)]
+        share = tables.over_seeds([c["common to all logits"] for c in cells.values()], ".0f", 100)
+        parts.append(f"{share} % of the variance is common to all logits.")
+    return "\n\n".join(parts)
+
+
+cells_of_links = runner.every(run_links, data="data", seed="seeds")
+links = runner.Experiment("links", cells_of_links, table_of_links, choices={"data": FITS})

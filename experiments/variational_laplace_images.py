@@ -206,7 +206,7 @@ def elbo(job, cell, by_draws):
 
 def stopping(record):
     """Return VL and VI with the first seed, at betas that several multipliers ran with."""
-    for name in dict.fromkeys(key[0] for key in record.cells):
+    for name in record.names():
         cells = jobs(record.cells, name)
         seed = min(job[3] for job in cells)
         several = {job[1] for job in cells if job[2] != MULTIPLIER}
@@ -218,7 +218,7 @@ def stopping(record):
 
 def table(record):
     parts = []
-    for name in dict.fromkeys(key[0] for key in record.cells):
+    for name in record.names():
         cells, settings = jobs(record.cells, name), record.content["settings"]
         chosen, first = settings["colour" if name == "cifar10" else "small"], next(iter(cells))
         seconds = {m: [c["seconds"] for c in record.of(name, m).values()] for m in HANDLERS}

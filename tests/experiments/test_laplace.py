@@ -1,6 +1,5 @@
-"""experiments/image_laplace.py, laplace_toys.py and augmentation.py."""
+"""experiments/image_laplace.py, laplace_toys.py, and curvatures of changed images."""
 
-import augmentation
 import common
 import image_laplace
 import laplace_toys
@@ -91,8 +90,8 @@ def test_banana_by_other_numbers_of_layers(smoke, banana, monkeypatch):
 
 
 def test_augmentation(smoke, every_set):
-    found = smoke(augmentation.experiment)
-    names = [f"{s}, {kind}" for s in ("kron", "diag") for kind in augmentation.CHANGES]
+    found = smoke(resnet_ood.augmentation)
+    names = [f"{s}, {kind}" for s in ("kron", "diag") for kind in resnet_ood.CHANGES]
     assert list(found.cells) == [(name, "0") for name in ("net", *names)]
     chosen = found.content["settings"]
     for name in names:
@@ -101,19 +100,19 @@ def test_augmentation(smoke, every_set):
     # A run of some cells has its table and figure.
     for name in names[1:]:
         del found.record.cells[name, "0"]
-    augmentation.experiment.report(found.record)
+    resnet_ood.augmentation.report(found.record)
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag"])
 def test_the_two_curvatures_are_of_other_images(structure, every_set, monkeypatch):
-    settings = augmentation.experiment.at("smoke", passes=2)
+    settings = resnet_ood.augmentation.at("smoke", passes=2)
     seen, made, own = [], [], tyxe.LaplaceBNN
-    monkeypatch.setitem(augmentation.CHANGES, "changed", lambda x: seen.append(x) or 0 * x)
+    monkeypatch.setitem(resnet_ood.CHANGES, "changed", lambda x: seen.append(x) or 0 * x)
     monkeypatch.setattr(
         tyxe, "LaplaceBNN", lambda *a, **how: made.append(own(*a, **how)) or made[-1]
     )
-    kinds = augmentation.CHANGES
-    plain, changed = (augmentation.run(settings, structure, kind, 0) for kind in kinds)
+    kinds = resnet_ood.CHANGES
+    plain, changed = (resnet_ood.run_curvature(settings, structure, kind, 0) for kind in kinds)
     assert [(bnn.options.num_passes, bnn.options.damping) for bnn in made] == [
         (2, structure == "kron")
     ] * 2
@@ -126,24 +125,24 @@ def test_the_two_curvatures_are_of_other_images(structure, every_set, monkeypatc
 
 
 def test_the_width_of_the_lowest_cross_entropy_is_chosen(every_set, monkeypatch):
-    settings = augmentation.experiment.at("smoke", N=[40, 160, 640], tau=[1, 16])
-    x, y = augmentation.validation(settings)
-    assert len(y) == settings.validation_images
-    for seen, _ in resnet_ood.prepared(settings, "ten classes"):
-        assert not (x[:, None] == seen).flatten(2).all(-1).any()
-    draws = []
+    settings = resnet_ood.augmentation.at("smoke", N=[40, 160, 640], tau=[1, 16])
+    rows = slice(settings.training_images, settings.training_images + settings.validation_images)
+    y, draws = common.images("cifar10_subset", "train")[1][rows], []
 
     class Fixed:
         """Predicts the right class by a margin that is largest at N = 160 and tau = 16."""
 
         def predict(self, x, num_predictions, predictive):
             assert (num_predictions, predictive) == (settings.validation_draws, "bnn")
+            assert len(x) == settings.validation_images
+            for seen, _ in resnet_ood.prepared(settings, "ten classes"):
+                assert not (x[:, None] == seen).flatten(2).all(-1).any()
             draws.append(torch.rand(1).item())
             return torch.nn.functional.one_hot(y, 10) * float(self.pair == (160, 16))
 
     monkeypatch.setattr(common, "widen", lambda bnn, *pair: setattr(bnn, "pair", pair))
     bnn = Fixed()
-    assert augmentation.choose(settings, 0, bnn) == {"N": 160, "tau": 16}
+    assert resnet_ood.choose(settings, 0, bnn) == {"N": 160, "tau": 16}
     assert bnn.pair == (160, 16)
     assert len(draws) == 6
     assert len({*draws}) == 1  # the same random numbers for all
@@ -151,4 +150,4 @@ def test_the_width_of_the_lowest_cross_entropy_is_chosen(every_set, monkeypatch)
 
 def test_no_image_is_left_to_choose_by(every_set):
     with pytest.raises(SystemExit, match="no image is left after 80: fewer --training-images"):
-        augmentation.validation(augmentation.experiment.at("smoke", training_images=80))
+        resnet_ood.choose(resnet_ood.augmentation.at("smoke", training_images=80), 0, None)

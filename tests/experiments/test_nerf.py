@@ -218,28 +218,10 @@ def test_one_line_says_what_the_data_lack(options: str, message: str, folder: Pa
     assert len(left.value.code.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (lambda arrays: arrays.pop("R"), r"fov_deg \(\) float32"),
-        (lambda arrays: arrays.update(T=arrays["T"][:3]), r"T \(3, 3\) float32"),
-        (lambda a: a.update(images=a["images"] / 255), r"images \(9, 16, 16, 3\) float64"),
-        (lambda a: a.update(images=np.uint8(3)), r"images \(\) uint8"),
-        (lambda arrays: arrays.clear(), "holds no arrays"),
-        (lambda arrays: arrays.update(images=np.array([{}])), "Object arrays cannot be loaded"),
-    ],
-)
-def test_views_of_another_layout(folder: Path, change, found: str):
+def test_an_archive_without_an_array_is_named(folder: Path):
     with np.load(folder / "cow" / "cow_views_equator.npz") as archive:
         arrays = dict(archive)
-    change(arrays)
+    del arrays["R"]
     np.savez(folder / "other.npz", **arrays)
-    wanted = r"expected images \(V, S, S, 3\), silhouettes.*R \(V, 3, 3\), T \(V, 3\), azimuth_deg"
-    with pytest.raises(ValueError, match=rf"^{folder}/other.npz.*{found}.*{wanted}"):
+    with pytest.raises(ValueError, match=rf"^{folder}/other.npz has no R; expected images, silh"):
         rendering.load("other.npz")
-
-
-def test_a_file_that_is_no_archive(folder: Path):
-    (folder / "text.npz").write_text("poses")
-    with pytest.raises(ValueError, match=r"text.npz is no archive of numpy.*expected images"):
-        rendering.load("text.npz")
