@@ -40,6 +40,10 @@ LEADING += ["mean field, local reparam.", "Laplace, last layer", "Multi-SWAG"]
 # What is not run, by data set: the rows, and why.
 WHOLE = "not run, since each step of a chain takes two gradients of all data"
 NOT_RUN = {name: {"MCLMC ensemble": WHOLE} for name in ("fashion", "bikesharing", "protein")}
+PAIRS = "not run, since its eigenpairs take hundreds of gradients of all data"
+NOT_RUN |= {
+    name: NOT_RUN.get(name, {}) | {"Laplace, low rank": PAIRS} for name in ("fashion", "cora")
+}
 CHOSEN = "in regression, every row chooses its noise on validation data, as a temperature would"
 NOT_RUN |= {name: NOT_RUN.get(name, {}) | {"ML, temperature": CHOSEN} for name in UCI}
 NOT_RUN["cifar10"] = dict.fromkeys({*METHODS} - {*LEADING}, "not among the leading rows")

@@ -192,16 +192,21 @@ def by_curvature(on):
     return Fitted(fit(on, net, on.layerwise, guide, variational_laplace))
 
 
-def laplace(on, nodes=1, last=False):
-    """Return a Laplace approximation of all weights, or of the last layer's on a fixed body.
+def laplace(on, nodes=1, last=False, few=None, **how):
+    """Return a Laplace approximation of all weights, of the last layer's, or of a few weights.
 
     Points of a graph's batch may influence each other above a layer with a curvature only: in the
     last layer they do not, else a batch is one node with what it depends on.
     """
     p, rules = on.problem, on.head if last else on.problem.rules
     net, prior = copy.deepcopy(on.start), normal(on.knob**-0.5, **rules)
-    bnn = tyxe.LaplaceBNN(net, prior, p.likelihood, temperature=on.temperature)
-    bnn.fit_curvature(p.by_nodes(nodes)[0] if p.by_nodes else p.loader, progress=False)
+    loader = [*(p.by_nodes(nodes)[0] if p.by_nodes else p.loader)]  # the same in every pass
+    if few:
+        count = min(few, sum(parameter.numel() for parameter in net.parameters()))
+        own = {"prior": prior, "likelihood": p.likelihood}
+        prior = tyxe.priors.subnetwork(net, loader, count, **own)
+    bnn = tyxe.LaplaceBNN(net, prior, p.likelihood, temperature=on.temperature, **how)
+    bnn.fit_curvature(loader, progress=False)
     return Fitted(bnn, on.s.draws, nodes)
 
 
@@ -301,6 +306,8 @@ METHODS = {
     "variational Laplace": Method(by_curvature, "ML"),
     "Laplace, kron": Method(laplace, "MAP", PRECISION),
     "Laplace, last layer": Method(partial(laplace, nodes=1_000, last=True), "MAP", PRECISION),
+    "Laplace, low rank": Method(partial(laplace, structure="lowrank"), "MAP", PRECISION),
+    "Laplace, 500 weights": Method(partial(laplace, few=500, structure="full"), "MAP", PRECISION),
     "SWAG": Method(one_swag),
     "Multi-SWAG": Method(swags, like="SWAG"),
     "SGLD": Method(sgld, knob="SGD's rate"),
