@@ -69,9 +69,8 @@ class SubnetworkPrior(Prior):
         if not isinstance(by, Mapping) and by not in _KNOWN:
             raise ValueError(
                 f"by is {check.described(by)}; expected one of {', '.join(map(repr, _KNOWN))}, or "
-                "a posterior, whose variances are compared: by=bnn.net_guide."
-                "get_detached_distributions() of a fitted BNN; tyxe.priors.subnetwork(net, loader, "
-                "num_weights, likelihood=...) finds one itself"
+                "a posterior, whose variances are compared, which tyxe.priors.subnetwork(net, "
+                "loader, num_weights, likelihood=...) finds itself"
             )
         self.by, self.selection = by, prior.selection
         # The same weights whenever the prior is asked.
@@ -141,9 +140,6 @@ def subnetwork(
         ValueError: an unknown `by`; fewer weights than 1, or more than the prior exposes; for
             `"variance"`, a prior that is not Gaussian, or data that do not fit the likelihood.
 
-    Reference:
-        Daxberger et al., Bayesian deep learning via subnetwork inference, 2021.
-
     Example:
         >>> import tyxe
         >>> net, x = nn.Linear(20, 3), torch.randn(40, 20)
@@ -155,8 +151,7 @@ def subnetwork(
         30
     """
     check.choice("by", by, ("variance", *_KNOWN))
-    if prior is None:
-        prior = IIDPrior(dist.Normal(0.0, 1.0), hide_module_types=_NORMS)
+    prior = prior or IIDPrior(dist.Normal(0.0, 1.0), hide_module_types=_NORMS)
     found = SubnetworkPrior(prior, num_weights, "last" if by == "variance" else by)
     found.elements(net)  # too many weights are refused before the work
     if by != "variance":
@@ -168,10 +163,7 @@ def subnetwork(
 def diagonal_posterior(
     likelihood: Any, net: nn.Module, prior: Prior, loader: Any
 ) -> Mapping[str, td.Distribution]:
-    """Return a posterior of independent weights about those of a net.
-
-    It is registered where Laplace approximations are, since imports run downward.
-    """
+    """Return a posterior of independent weights; `tyxe.bnn`, which is above, registers it."""
     raise TypeError(
         f'likelihood is {check.described(likelihood)}; by="variance" needs that of the net, for '
         "the curvature: likelihood=tyxe.likelihoods.Categorical(len(data)), or such"
