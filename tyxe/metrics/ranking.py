@@ -14,8 +14,8 @@ def ood_auroc(in_scores: Tensor, out_scores: Tensor) -> Tensor:
     r"""Area under the ROC curve when in-distribution is the positive class.
 
     `P(s_in > s_out) + P(s_in = s_out) / 2`. Higher scores mean "more in-distribution": pass
-    `probs.amax(-1)` or `-predictive_entropy(probs)`. Chance is 0.5. Time is that of sorting, memory
-    linear.
+    `probs.amax(-1)`, `-predictive_entropy(probs)` or `-bnn.ood_score(x)`. Chance is 0.5. Time is
+    that of sorting, memory linear.
 
     References:
         Hendrycks and Gimpel (2017), A baseline for detecting misclassified and
