@@ -71,13 +71,8 @@ def load(s):
     return (x[: s.training_images].flatten(1), y[: s.training_images]), *sets
 
 
-def new_net(width, dropout):
-    act = nn.Sequential(nn.ReLU(), nn.Dropout(dropout))
-    return common.mlp(784, width, width, 10, act=lambda: act)
-
-
 def fit_net(s, loader):
-    net = new_net(s.hidden_units, 0.5)
+    net = common.mlp(784, s.hidden_units, s.hidden_units, 10, dropout=0.5)
     how = {"lr": s.first_rate, "momentum": 0.9, "weight_decay": 1 / len(loader.x)}
     optimizer = torch.optim.SGD(net.parameters(), **how)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs, s.last_rate)
@@ -149,7 +144,8 @@ def run(s, seed):
     methods = {name: made for name, made in methods.items() if name in s.families}
     fields = {"mean field": True, "mean field, sd 0.01": False}
     for name, fitted in fields.items() if "mean field" in s.families else ():
-        start, adam = new_net(s.hidden_units, 0.0), partial(torch.optim.Adam, lr=1e-3)
+        start = common.mlp(784, s.hidden_units, s.hidden_units, 10)
+        adam = partial(torch.optim.Adam, lr=1e-3)
         guide = common.mean_field(start, init_scale=1e-2, train_scale=fitted)
         methods[name] = bnn = tyxe.VariationalBNN(start, common.normal(), likelihood, guide)
         bnn.fit(loader, adam, s.mean_field_epochs, progress=False)

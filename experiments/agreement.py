@@ -102,11 +102,6 @@ for other in ("ML, temperature", "Laplace, kron"):  # needs validation data; is 
     del ROWS[other]
 
 
-def tanh_net(inputs, hidden, outputs, dropout=0.0):
-    first, act, last = common.mlp(inputs, hidden, outputs, act=nn.Tanh)
-    return nn.Sequential(first, act, nn.Dropout(dropout), last)
-
-
 @cache
 def problem(s, name):
     """Return a data set and its net."""
@@ -126,7 +121,7 @@ def problem(s, name):
     x = (x - x[train].mean(0)) / x[train].std(0).clamp_min(0.1)
     if name != "digits":
         y = ((y - y[train].mean(0)) / y[train].std(0)).view(-1, 1)
-    make = partial(tanh_net, x.shape[1], hidden, outputs)
+    make = partial(common.mlp, x.shape[1], hidden, outputs, act=nn.Tanh, dropout=0.0)
     loader = common.Batches(x[train], y[train], s.batch)
     return Problem(loader, {"test": ((x[test],), y[test])}, make, likelihood, s.epochs, unit=unit)
 

@@ -198,10 +198,13 @@ def chain_worth(bnn, samples, inputs):
     return effective_sample_size(functions.reshape(2, kept // 2, -1)).tolist()
 
 
-def mlp(*sizes, act=nn.ReLU, bias=True):
-    """Return linear maps from each size to the next, and what bends their outputs between them."""
-    layers = [(nn.Linear(*pair, bias=bias), act()) for pair in pairwise(sizes)]
-    return nn.Sequential(*sum(layers, ())[:-1])
+def mlp(*sizes, act=nn.ReLU, bias=True, dropout=None):
+    """Return linear maps from each size to the next; between them an act and, if any, dropout."""
+    layers = []
+    for pair in pairwise(sizes):
+        layers += [nn.Linear(*pair, bias=bias), act()]
+        layers += [] if dropout is None else [nn.Dropout(dropout)]
+    return nn.Sequential(*layers[: -1 if dropout is None else -2])
 
 
 def annealed(free, growing):

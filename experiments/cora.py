@@ -324,9 +324,8 @@ def laplace(s, name, seed, structure, is_tuned=False):
     return {**scores(nodes, *logits), "prior precision": float(precision)}
 
 
-def cells(s, found):
-    for name, method, seed in product(s.backend, s.methods, s.seeds):
-        yield (name, method, seed), partial(METHODS[method], s, name, seed)
+def run(s, name, method, seed):
+    return METHODS[method](s, name, seed)
 
 
 def table(record):
@@ -340,5 +339,5 @@ def table(record):
     return tables.score_table(rows, FORMATS, known, ("backend", "seeds"), errors=2)
 
 
-how = {"choices": {"methods": METHODS}}
-experiment = runner.Experiment("cora", cells, table, by=("backend", "method", "seed"), **how)
+cells = runner.every(run, backend="backend", method="methods", seed="seeds")
+experiment = runner.Experiment("cora", cells, table, choices={"methods": METHODS})

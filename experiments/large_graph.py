@@ -178,10 +178,8 @@ def run(s, method, way, name, seed):
     return found
 
 
-def cells(s, found):
-    for seed, name, way, method in product(s.seeds, s.backend, s.ways, s.methods):
-        if way != "sampled by DGL" or name == "dgl":
-            yield (method, way, name, seed), partial(run, s, method, way, name, seed)
+def is_possible(s, method, way, name, seed):
+    return way != "sampled by DGL" or name == "dgl"
 
 
 def table(record):
@@ -194,5 +192,6 @@ def table(record):
     return tables.score_table(found, FORMATS, None, ("batches", "backend", "seeds"))
 
 
-by, how = ("method", "way", "backend", "seed"), {"choices": {"methods": METHODS}}
-experiment = runner.Experiment("large_graph", cells, table, by=by, check=check, **how)
+names = {"method": "methods", "way": "ways", "backend": "backend", "seed": "seeds"}
+cells, choices = runner.every(run, is_possible, **names), {"methods": METHODS}
+experiment = runner.Experiment("large_graph", cells, table, choices=choices, check=check)

@@ -42,11 +42,6 @@ def small_resnet(width, device, dropout=0.0):
     return net
 
 
-def tanh_net(inputs, hidden, dropout=0.0):
-    first, act, second, also, last = common.mlp(inputs, hidden, hidden, 1, act=nn.Tanh)
-    return nn.Sequential(first, act, nn.Dropout(dropout), second, also, nn.Dropout(dropout), last)
-
-
 class NodeNet(cora.GCN):
     """The net at nodes of one graph, given by their numbers, or of blocks with their features."""
 
@@ -123,7 +118,8 @@ def regression(s, name, seed, noise):
     train, *others = ((x[own].to(s.device), y[own].to(s.device)) for own in rows)
     parts = dict(zip(("validation", "test"), (((x,), y) for x, y in others), strict=True))
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(sizes[0], scale=noise)
-    make = partial(tanh_net, x.shape[1], s.hidden_units)
+    sizes = x.shape[1], s.hidden_units, s.hidden_units, 1
+    make = partial(common.mlp, *sizes, act=nn.Tanh, dropout=0.0)
     loader = common.Batches(*train, s.batch)
     return Problem(loader, parts, make, likelihood, s.epochs[name], unit=noise**2)
 

@@ -16,9 +16,6 @@ All links have the same means and covariances of test points, in double precisio
 softmax of the means. The total variation is the distance from the first row, mean over points.
 """
 
-from functools import partial
-from itertools import product
-
 import common
 import leaderboard
 import runner
@@ -67,11 +64,6 @@ def run(s, name, method, seed):
     return row
 
 
-def cells(s, found):
-    for name, seed, method in product(s.data, s.seeds, s.methods):
-        yield (name, method, seed), partial(run, s, name, method, seed)
-
-
 def table(record):
     parts = []
     for name in record.names():
@@ -89,8 +81,8 @@ def table(record):
     return "\n\n".join(parts)
 
 
-by, choices = ("data", "method", "seed"), {"methods": METHODS}
-experiment = runner.Experiment("unfamiliar", cells, table, by=by, choices=choices)
+cells = runner.every(run, data="data", method="methods", seed="seeds")
+experiment = runner.Experiment("unfamiliar", cells, table, choices={"methods": METHODS})
 
 # --------------------------------------------------------------------------- links
 

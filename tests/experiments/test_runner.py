@@ -272,6 +272,15 @@ def test_images_are_taken_from_the_first_folder_with_colours_first(tmp_path: Pat
     assert bool((common.images("mnist", "test")[0] == 0).all())
 
 
+def test_columns_are_standardised_by_some_rows():
+    x = 3 + 2 * torch.randn(200, 4)
+    x[:, 3] = 1.0  # a constant column stays finite
+    found = common.standardised_columns(x, torch.arange(100))
+    torch.testing.assert_close(found[:100].mean(0), torch.zeros(4), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[:100, :3].std(0), torch.ones(3))
+    assert bool(found.isfinite().all())
+
+
 def test_batches_have_every_point_once():
     batches = common.Batches(torch.arange(10.0), torch.arange(10), 4)
     for _ in range(2):
