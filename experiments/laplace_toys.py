@@ -47,15 +47,6 @@ def drawn_cubic(count):
     return x, x**3 + 3 * torch.randn(count, 1)
 
 
-def tune(bnn, x, y, count):
-    """Choose [T 3.41]'s N and tau by the likelihood of held-out points; the BNN keeps the best."""
-    factors, how = [4.0**k for k in range(-1, 5)], {"num_predictions": count, "predictive": "bnn"}
-    sizes = [bnn.likelihood.dataset_size * factor for factor in factors]
-    return common.choose_width(
-        bnn, sizes, factors, lambda bnn: -bnn.evaluate(x, y, **how)[1].item()
-    )
-
-
 def cubic(s, seed):
     sets = [drawn_cubic(count) for count in (20, 20, 1_000)]
     unit, height = (column.std() for column in sets[0])  # the net sees variances of one
@@ -78,6 +69,12 @@ def cubic(s, seed):
     # In double precision, for N that is many times the number of points.
     mode, (x, y) = fitted.to_module().double(), map(torch.Tensor.double, held_out)
     error = ((mode(x) - y) * height).square().mean().sqrt().item()
+    factors = [4.0**k for k in range(-1, 5)]
+
+    def of_held_out(bnn):
+        how = {"num_predictions": s.draws // 5, "predictive": "bnn"}
+        return -bnn.evaluate(x, y, **how)[1].item()
+
     for structure in ("kron", "diag", "full"):
         # A net that is fitted already: only the curvature is missing.
         how = DAMPED if structure == "kron" else {"structure": structure, "curvature": "fisher"}
@@ -85,7 +82,9 @@ def cubic(s, seed):
         bnn.fit_curvature([[part.double() for part in pair]])
         look(bnn, structure, "untuned, glm")
         look(bnn, structure, "untuned, bnn")
-        chosen[structure] = tune(bnn, x, y, s.draws // 5)
+        # [T 3.41]'s N and tau, by the likelihood of held-out points.
+        sizes = [len(pair[0]) * factor for factor in factors]
+        chosen[structure] = common.choose_width(bnn, sizes, factors, of_held_out)
         look(bnn, structure, "tuned, bnn")
     facts = {"chosen": chosen}
     if seed == s.seeds[0] and not s.without_hmc:

@@ -13,6 +13,10 @@ In bold is what is within one standard error of the best. "Interval error" is th
 the coverage of central intervals from their levels, 10 to 90 %; OOD AUROC is by predictive entropy;
 costs are multiples of ML's: seconds to train, what a method starts from included, and to predict
 the test set, and the file that `save` writes.
+
+`which_laplace`: rows of Laplace approximations alone, by structure and weights. Besides Kronecker
+products and the last layer there are the 100 largest eigenpairs, and the full covariance of the 500
+weights with the largest variances under the diagonal.
 """
 
 import math
@@ -278,9 +282,8 @@ def families(record):
 
 
 def table(record):
-    made = {"uci": of_sets}
     return {
-        f"_{family}": made[family](record, names) if family in made else of_set(record, family)
+        f"_{family}": of_sets(record, names) if family == "uci" else of_set(record, family)
         for family, names in families(record).items()
     }
 
@@ -351,3 +354,4 @@ def figure(record):
 
 by, choices = ("data", "method", "seed"), {"methods": METHODS}
 experiment = runner.Experiment("leaderboard", cells, table, figure, by, choices=choices)
+which_laplace = runner.Experiment("which_laplace", cells, table, by=by, choices=choices)

@@ -110,8 +110,7 @@ def curvature_anew(bnn, prior, batches):
 def learn(s, sequence, method, strength, seed, label):
     """Learn all tasks; return the accuracies, or say that the fit diverged."""
     torch.manual_seed(seed)
-    size = {"units": s.units} if s.command == ONLINE_RUN else {}
-    net, tasks, part = sequence.problem(s, seed, **size)
+    net, tasks, part = sequence.problem(s, seed)
     net = sequence_data.OwnClasses(net) if method == "kron own classes" else net
     bnn, prior = model(s, sequence, net, method, strength)
     heads = continual.Heads(bnn, sequence.head) if sequence.head else None
@@ -280,7 +279,6 @@ def of(word, sequence, table=table, figure=over_tasks, **how):
                     symbol = "lambda" if s.command == ONLINE_RUN else "strength"
                     label = method if strength is None else f"{method}, {symbol} {strength:g}"
                     label += f", decay {s.decay:g}" if getattr(s, "decay", 0) else ""
-                    label += f", {s.units} units" if getattr(s, "units", 100) != 100 else ""
                     yield (label, seed), partial(learn, s, sequence, method, strength, seed, label)
 
     return runner.Experiment(command, cells, table, figure, ("method", "seed"), **how)
