@@ -72,7 +72,7 @@ def by_disagreement():
     import unfamiliar
     from runner import Record
 
-    found = Record(run.RESULTS / "unfamiliar.json", unfamiliar.by).read()
+    found = Record(run.RESULTS / "unfamiliar.json", unfamiliar.experiment.by).read()
     means = {}
     for name in METHODS:
         own = [c.get("mutual information") for c in found.of("fashion", name).values()]
