@@ -10,15 +10,23 @@
             convolutional net with an output layer for each task [T 3.3.5.3]; without SVHN
 
 Methods: Laplace, whose precision after a task is the strength (lambda) times the task's curvature
-plus the precision before, with Kronecker factors (kron; in `online` averaged over tasks, or with a
-product for each, kron sum) or a diagonal (diag); penalties about each task's own weights (per-task
-kron, EWC); the curvature of all tasks seen, anew at the newest weights (approximate); synaptic
-intelligence (SI), whose strength is c on the mean loss, by Adam at 1e-3; and as bounds plain
-training on (ML), on all tasks seen (joint), on all tasks from the start (at once), and of a net for
-each task (alone). Remedies in `disjoint`: the curvature by labels that are of all classes alike for
-a share of images (kron flat labels), and training with the outputs of the task's own classes alone
-(kron own classes). `disjoint` and `vision` take Nesterov's gradient descent with a rate that falls
-twice; tasks after the first start lower the stronger they are held.
+plus the precision before, with Kronecker factors (kron; in `online` averaged over tasks) or a
+diagonal (diag); penalties about each task's own weights (per-task kron, EWC); the curvature of all
+tasks seen, anew at the newest weights (approximate); synaptic intelligence (SI), whose strength is
+c on the mean loss, by Adam at 1e-3; and as bounds plain training on (ML), on all tasks seen
+(joint), on all tasks from the start (at once), and of a net for each task (alone). Remedies in
+`disjoint`: the curvature by labels that are of all classes alike for a share of images (kron flat
+labels), and training with the outputs of the task's own classes alone (kron own classes).
+`disjoint` and `vision` take Nesterov's gradient descent with a rate that falls twice; tasks after
+the first start lower the stronger they are held.
+
+`next_task`: what keeps `online` from learning the newest of many tasks. Thirty are learned as
+there, by Kronecker factors averaged over tasks, lambda 3. The next task is then learned several
+times from there: as the ones before (as before), and each time with one change. Counted n times,
+its data weigh n times as much against the prior, which for this task is a lambda of 3/n; fresh
+curvature takes that of all tasks anew at the newest weights; Nesterov's descent has the rate 0.1
+divided by the task's number. The last column has the rise of the negative log-likelihoods of
+earlier tasks, nats a point, summed.
 """
 
 import math
@@ -33,6 +41,7 @@ import sequence_data
 import tables
 import torch
 from sequence_data import AtOnce, disjoint, permuted, vision
+from torch.nn.functional import cross_entropy
 
 import tyxe
 from tyxe import continual
@@ -43,7 +52,7 @@ from tyxe.plotting.axes import PALETTE
 SUM = ("kron", "sum")
 LAPLACE = {"kron": SUM, "diag": ("diag", "sum")}
 LAPLACE |= {"per-task kron": ("kron", "per_task"), "EWC": ("diag", "per_task")}
-ONLINE = LAPLACE | {"kron": ("kron", "average"), "kron sum": SUM, "approximate": SUM}
+ONLINE = LAPLACE | {"kron": ("kron", "average"), "approximate": SUM}
 FLAT = 0.1  # the share of images whose labels are of all classes alike, in that curvature
 # Predictions by the mean of the weights.
 MODE = {"num_predictions": 0, "predictive": "bnn", "reduction": "mean", "batch_size": 1_000}
@@ -298,3 +307,69 @@ experiments = {
     "disjoint": of("disjoint", TWO, figure=over_strength, name="continual_disjoint"),
     "vision": of("vision", FOUR, name="continual_vision"),
 }
+
+# --------------------------------------------------------------------------- the newest of many
+
+CHANGES = {
+    "as before": {},
+    "5 times the epochs": {"longer": 5},
+    "a third of the rate": {"slower": 3},
+    "Nesterov's descent": {"kind": partial(torch.optim.SGD, momentum=0.9, nesterov=True)},
+    "fresh curvature": {"fresh": True},
+    "counted 3 times": {"count": 3},
+    "counted 10 times": {"count": 10},
+    "counted 30 times": {"count": 30},
+}
+FORMS = {"newest": ".1f", "its training": ".1f", "earlier, before": ".1f", "earlier": ".1f"}
+FORMS["rise of their NLL"] = ".2f"
+
+
+def fit_newest(s, bnn, pair, longer=1, slower=1, kind=None, count=1):
+    batches, epochs = common.Batches(*pair, s.batch), longer * s.epochs
+    bnn.likelihood.dataset_size, bnn.temperature = len(batches.x), 1 / count
+    rate = s.rate / slower if kind is None else 0.1 / s.tasks
+    descent = (kind or torch.optim.Adam)(bnn.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.StepLR(descent, -(-epochs // 3), 0.1)
+    bnn.fit(batches, descent, epochs, lambda *_: schedule.step(), progress=False)
+
+
+@torch.no_grad()
+def scores(bnn, part, tasks):
+    """Return the mean accuracies on test and training data, and the NLL on the latter, summed."""
+    net, found = bnn.to_module(), []
+    for task in tasks:
+        (x, y), (x_test, y_test) = part(task, 0), part(task, 1)
+        outputs, right = net(x), net(x_test).argmax(-1) == y_test
+        nll = cross_entropy(outputs, y)
+        found.append([right.float().mean(), (outputs.argmax(-1) == y).float().mean(), nll])
+    test, train, nll = torch.tensor(found).unbind(-1)
+    return 100 * test.mean().item(), 100 * train.mean().item(), nll.sum().item()
+
+
+def run_newest(s, units, seed):
+    net, (*earlier, newest), part = permuted(s, seed, units)
+    options = tyxe.LaplaceOptions(curvature_weight=s.strength, accumulate="average")
+    prior, likelihood = common.normal(), tyxe.likelihoods.Categorical(s.images)
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood, curvature="fisher", options=options)
+    for task in earlier:
+        fit_newest(s, bnn, part(task, 0))
+        continual.posterior_to_prior(bnn)
+    before, rows = scores(bnn, part, earlier), {}
+    for name, change in CHANGES.items():
+        torch.manual_seed(seed)
+        with continual.restored(bnn):
+            how = dict(change)
+            if how.pop("fresh", False):
+                pairs = zip(*(part(task, 0) for task in earlier), strict=True)
+                curvature_anew(bnn, prior, common.Batches(*map(torch.cat, pairs), 1_000))
+                continual.posterior_to_prior(bnn)
+            fit_newest(s, bnn, part(newest, 0), **how)
+            after, own = scores(bnn, part, earlier), scores(bnn, part, [newest])
+        accuracies = own[0], own[1], before[0], after[0]
+        values = [*accuracies, after[2] - before[2]]
+        rows[name] = dict(zip(FORMS, values, strict=True))
+    return {"rows": {f"{units} units, {name}": row for name, row in rows.items()}}
+
+
+cells = runner.every(run_newest, units="units", seed="seeds")
+next_task = runner.Experiment("next_task", cells, tables.of(FORMS))

@@ -1,14 +1,14 @@
-"""experiments/inducing_toy.py and inducing_images.py, and their parts."""
+"""experiments/inducing_images.py, inducing weights of two_clusters.py, and their parts."""
 
 import math
 import statistics
 from functools import partial
 
 import inducing_images
-import inducing_toy
 import pytest
 import torch
 import torch.nn.functional as F
+import two_clusters
 
 import tyxe
 from tests.experiments.conftest import cells_of
@@ -16,9 +16,9 @@ from tyxe.testing import check_guide
 
 
 def test_inducing_toy(smoke):
-    found = smoke(inducing_toy.experiment)
-    own = ["FFG-W", inducing_toy.HELD]
-    assert [key[0] for key in found.cells] == [*inducing_toy.METHODS, *own[1:]]
+    found = smoke(two_clusters.inducing_toy)
+    own = ["FFG-W", two_clusters.HELD]
+    assert [key[0] for key in found.cells] == [*two_clusters.METHODS, *own[1:]]
     for (name, _), cell in found.cells.items():
         assert ("units in use" in cell) == (name in own)
         assert len(cell["mean"]) == len(cell["sd"]) == 201
@@ -42,7 +42,7 @@ def test_what_is_drawn_makes_the_deviation_in_the_middle():
     bnn, _ = small_mean_field(net)
     with torch.no_grad():
         bnn.net_guide.locs["2.weight"].copy_(torch.tensor([[1.0, -1.0, 1.0, 0.0, 0.0, 0.0]]))
-    found = inducing_toy.where_it_is(bnn, draws=4_000)
+    found = two_clusters.where_it_is(bnn, draws=4_000)
     own = bnn.net_guide.site_distribution(bnn.net_guide.sites[-1])
     parts = found["sd in the middle by what is drawn"]
     # the relative error of a deviation of n draws is 1 / sqrt(2 n); four of them
@@ -53,12 +53,12 @@ def test_what_is_drawn_makes_the_deviation_in_the_middle():
 def test_biases_that_are_fixed_keep_their_deviations():
     data = torch.randn(7, 1), torch.randn(7, 1)
     net = torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
-    s = inducing_toy.experiment.at("smoke")
-    for name in (inducing_toy.HELD, "FFG-W"):
+    s = two_clusters.inducing_toy.at("smoke")
+    for name in (two_clusters.HELD, "FFG-W"):
         bnn, prior = small_mean_field(net)
         sites = {site.name.removeprefix("net."): site for site in bnn.net_guide.sites}
         before = {n: bnn.net_guide.site_distribution(q).stddev.clone() for n, q in sites.items()}
-        inducing_toy.fit(s, name, bnn, prior, net, data)
+        two_clusters.fit_elbo(s, name, bnn, prior, net, data)
         after = {n: bnn.net_guide.site_distribution(q).stddev for n, q in sites.items()}
         assert torch.equal(before["0.bias"], after["0.bias"]) == (name != "FFG-W")
         assert not torch.equal(before["0.weight"], after["0.weight"])
@@ -70,12 +70,12 @@ def test_an_ensemble_of_one_step_starts_at_its_own_nets():
     net = torch.nn.Sequential(torch.nn.Linear(1, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1))
     _, prior = small_mean_field(net)
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(7, scale=0.1)
-    s, zeros = inducing_toy.experiment.at(steps=1, rate=1e-12), torch.zeros(7, 1)
+    s, zeros = two_clusters.inducing_toy.at(steps=1, rate=1e-12), torch.zeros(7, 1)
     torch.manual_seed(1)
     how = s, prior.sites(net), likelihood, (zeros, zeros)
-    facts, (mean, sd) = inducing_toy.ensemble(*how, members=4)
+    facts, (mean, sd) = two_clusters.ensemble(*how, members=4)
     torch.manual_seed(1)
-    nets = [inducing_toy.common.mlp(1, 50, 1, act=torch.nn.Tanh) for _ in range(4)]
+    nets = [two_clusters.common.mlp(1, 50, 1, act=torch.nn.Tanh) for _ in range(4)]
     with torch.no_grad():
         outputs = torch.stack([one(torch.linspace(-2, 2, 201)[:, None]) for one in nets])
     torch.testing.assert_close(mean, outputs.mean(0), atol=1e-5, rtol=1e-4)
@@ -91,7 +91,7 @@ INDUCING |= {"inducing_cols": {"0.weight": 2, "2.weight": 3}}
 @pytest.mark.parametrize("name", ["FCG-W", "FFG-W", "FFG-U"])
 def test_elbo_of_many_draws_is_the_mean_of_that_of_one(name: str):
     builders = {
-        "FCG-W": partial(inducing_toy.AutoFullByLayer, init_scale=0.3),
+        "FCG-W": partial(two_clusters.AutoFullByLayer, init_scale=0.3),
         "FFG-W": tyxe.guides.AutoNormal,
         "FFG-U": partial(tyxe.guides.AutoInducing, **INDUCING),
     }
@@ -104,7 +104,7 @@ def test_elbo_of_many_draws_is_the_mean_of_that_of_one(name: str):
     if name == "FCG-W":
         for factor in bnn.net_guide.scale_factors.parameters():
             torch.nn.init.normal_(factor)
-    data, kl = inducing_toy.Elbo(bnn, priors, x, y, draws=4_000)()
+    data, kl = two_clusters.Elbo(bnn, priors, x, y, draws=4_000)()
     with torch.no_grad():
         single = [tyxe.bnn.elbo_terms(bnn.model, bnn.guide, x, y) for _ in range(200)]
     # the prior's standard deviation is a float32 number in one of them
@@ -116,11 +116,11 @@ def test_elbo_of_many_draws_is_the_mean_of_that_of_one(name: str):
 
 
 def test_full_by_layer_is_a_guide_of_the_covariance_of_its_factor():
-    check_guide(inducing_toy.AutoFullByLayer)
+    check_guide(two_clusters.AutoFullByLayer)
     net = torch.nn.Sequential(torch.nn.Linear(3, 2).double())
     prior = tyxe.priors.LayerwiseNormalPrior("radford")
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(7, scale=0.5)
-    guide = tyxe.VariationalBNN(net, prior, likelihood, inducing_toy.AutoFullByLayer).net_guide
+    guide = tyxe.VariationalBNN(net, prior, likelihood, two_clusters.AutoFullByLayer).net_guide
     for factor in guide.scale_factors.parameters():
         torch.nn.init.normal_(factor)
     (joint,) = guide.joints()

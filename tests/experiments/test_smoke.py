@@ -9,13 +9,13 @@ import binary
 import evidence
 import image_laplace
 import mile
-import next_task
 import numpy as np
 import posteriors
 import pytest
 import run
 import runner
 import sklearn_methods
+import task_sequences
 import torch
 import two_clusters
 
@@ -51,7 +51,7 @@ CASES = [
     ("mile_beside_bde --methods 'deep ensemble' MILE", 2, ["deep ensemble", "MILE"]),
     ("mile_digits", 1, mile.METHODS[:-1]),
     ("moments", 2 * len(posteriors.METHODS), posteriors.METHODS),
-    ("next_task", 1, [f"10 units, {name}" for name in next_task.CHANGES]),
+    ("next_task", 1, [f"10 units, {name}" for name in task_sequences.CHANGES]),
     ("prior_precision", 2, image_laplace.BY_PRECISION),
     ("sbc", 2 * len(posteriors.SBC_METHODS), posteriors.SBC_METHODS),
     (f"sklearn_methods --data friedman wine --rows {shlex.join(SMALL)}", 2 * len(SMALL), SMALL),
