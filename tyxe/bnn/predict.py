@@ -347,7 +347,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         """Return error and log-likelihood on data with targets.
 
         The log-likelihood is that of the mixture over draws, `log 1/S sum_s p(y|f_s)`, in nats. For
-        Gaussian outputs it is over samples of them, or in closed form with Gaussian noise. For the
+        Gaussian outputs it is over samples of them, or without any with Gaussian noise. For the
         links `"probit"` and `"bridge"` it is that of the aggregated prediction. Arguments and
         errors that are not listed are those of `predict`.
 

@@ -1,5 +1,6 @@
 """From a Gaussian posterior to predictions: links, and the parts of their uncertainty."""
 
+from tyxe.predictive import predicted_noise  # noqa: F401 (registers closed forms)
 from tyxe.predictive.closed_form import ClosedForm
 from tyxe.predictive.decomposition import (
     EntropyDecomposition,

@@ -161,19 +161,25 @@ def _(likelihood: HomoskedasticGaussian, outputs: GaussianOutputs) -> Any:
 
 
 def _normal(outputs: GaussianOutputs, noise: Tensor) -> td.Distribution:
-    """Return the Normal of targets of each point, whose numbers along one dimension may be tied."""
     mean, covariance = at_least_float32(outputs.mean), at_least_float32(outputs.covariance)
     if not outputs.options.num_samples:
         covariance = torch.zeros_like(covariance)
-    found: td.Distribution
+    return over_points(normal_of_numbers(mean, covariance, noise))
+
+
+def normal_of_numbers(mean: Tensor, covariance: Tensor, noise: Tensor) -> td.Distribution:
+    """Return the Normal of targets, whose numbers along the last dimension may be tied."""
     if covariance.shape[-1] == 1:
-        variance = covariance.reshape(mean.shape) + noise.square()
-        found = td.Normal(mean, variance.sqrt(), validate_args=False)
-    else:
-        scale = noise.expand_as(mean)
-        values, vectors = whitened(covariance, scale)
-        whole = (vectors * values.unsqueeze(-2)) @ vectors.mT
-        root = scale.to(whole).unsqueeze(-1) * torch.linalg.cholesky(whole)
-        found = td.MultivariateNormal(mean, scale_tril=root.to(mean.dtype), validate_args=False)
+        variance = covariance.reshape(mean.shape).clamp_min(0) + noise.square()
+        return td.Normal(mean, variance.sqrt(), validate_args=False)
+    scale = noise.expand_as(mean)
+    values, vectors = whitened(covariance, scale)
+    whole = (vectors * values.unsqueeze(-2)) @ vectors.mT
+    root = scale.to(whole).unsqueeze(-1) * torch.linalg.cholesky(whole)
+    return td.MultivariateNormal(mean, scale_tril=root.to(mean.dtype), validate_args=False)
+
+
+def over_points(found: td.Distribution) -> td.Distribution:
+    """Return a distribution with one batch element for each point."""
     extra = len(found.batch_shape) - 1
     return td.Independent(found, extra, validate_args=False) if extra > 0 else found

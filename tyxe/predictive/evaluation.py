@@ -15,7 +15,7 @@ from tyxe.data import Targets, trailing
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
 from tyxe.likelihoods.base import Predictions
 from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions, predict_from_gaussian
-from tyxe.util import at_least_float32
+from tyxe.util import at_least_float32, precise
 
 
 class Scores(NamedTuple):
@@ -160,12 +160,13 @@ def _(
     each = []
     for s in range(draws):
         noise = likelihood.scale_of({n: v[s] for n, v in options.latents.items()}, residual)
-        each.append(_joint_normal(residual, covariance, noise.to(residual.dtype), by_point))
+        logs = log_normal(residual, covariance, noise.to(residual.dtype), by_point)
+        each.append(logs.reshape(len(logs), -1).sum(1).to(residual.dtype))
     return torch.stack(each).logsumexp(0) - math.log(draws)
 
 
-def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
-    """Return `log N(r; 0, C + diag(noise^2))`, summed over positions, `(n,)`.
+def log_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
+    """Return `log N(r; 0, C + diag(noise^2))` along the last dimension, in double precision.
 
     Where `kept` is 0 residual and covariance are too, and the dimension is left out.
     """
@@ -177,15 +178,17 @@ def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Ten
     turned = (vectors.mT @ white.unsqueeze(-1).to(vectors)).squeeze(-1)
     constants = (2 * scale.log() + math.log(2 * math.pi)) * kept
     terms = turned.square() / values + values.log() + constants
-    return -0.5 * terms.flatten(1).sum(1).to(residual.dtype)
+    return -0.5 * terms.sum(-1)
 
 
 def whitened(covariance: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of `I + C / (scale scale^T)`, in double precision."""
     relative = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
     # Where noise is small, the eigenvalues span more than single precision has.
-    exact = relative.dtype if relative.device.type == "mps" else torch.float64
-    values, vectors = torch.linalg.eigh(relative.to(exact))
+    exact = precise(relative)
+    if relative.shape[-1] == 1:
+        return 1 + exact[..., 0].clamp_min(0), torch.ones_like(exact)
+    values, vectors = torch.linalg.eigh(exact)
     # Those of I + C' are at least 1, whatever rounding has left of C'.
     return 1 + values.clamp_min(0), vectors
 

@@ -83,8 +83,8 @@ def predict_from_gaussian(
 ) -> Any:
     """Return the prediction for Gaussian outputs, of the form of `aggregate_predictions`.
 
-    Probabilities of classes and binary labels are computed by the link, a `HomoskedasticGaussian`
-    in closed form, and any other likelihood by samples of the outputs.
+    Probabilities of classes and binary labels are computed by the link, Gaussians in closed form or
+    by quadrature over the noise, and any other likelihood by samples of the outputs.
 
     Args:
         likelihood: the likelihood whose parameters the outputs are.

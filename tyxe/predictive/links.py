@@ -38,7 +38,7 @@ def log_mc(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMPLES) -> 
     The average is unbiased before the logarithm, and its standard error falls as `1/sqrt(S)`.
     """
     mean, covariance = _check_classes(mean, covariance)
-    root = _root(covariance)
+    root = square_root(covariance)
     parts = [
         _correlated(mean, root, size).log_softmax(-1).logsumexp(0)
         for size in _sizes(mean, num_samples)
@@ -155,7 +155,7 @@ def sample_outputs(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMP
         return sample_outputs(mean.unsqueeze(-1), covariance, num_samples).squeeze(-1)
     mean, covariance = _check_classes(mean, covariance)
     count = check.count("num_samples", num_samples)
-    return _correlated(mean, _root(covariance), count)
+    return _correlated(mean, square_root(covariance), count)
 
 
 def _correlated(mean: Tensor, root: Tensor, num_samples: int) -> Tensor:
@@ -167,7 +167,7 @@ def _noise(like: Tensor, *shape: int) -> Tensor:
         return like.new_empty(shape).normal_()
 
 
-def _root(covariance: Tensor) -> Tensor:
+def square_root(covariance: Tensor) -> Tensor:
     """Return `L` with `L L^T = covariance`."""
     root, failed = torch.linalg.cholesky_ex(covariance)
     singular = failed > 0
