@@ -71,6 +71,12 @@ def used(bnn):
     assert probs.shape == (24, 3)
     assert torch.equal(seeded(predict, RAW, unpack=unpack), probs)
     assert predict(PAIRS, unpack=lambda batch: batch).shape == (24, 3)
+    draw = partial(bnn.sample_predictive, num_samples=4)
+    drawn = seeded(draw, RAW)
+    assert drawn.shape == (4, 24)
+    assert torch.equal(seeded(draw, RAW, unpack=unpack), drawn)
+    assert draw(PAIRS, unpack=lambda batch: batch).shape == (4, 24)
+    assert seeded(bnn.predictive, RAW).batch_shape == (24,)
     error, _ = bnn.evaluate(RAW, num_predictions=4, reduction="mean")
     assert 0 <= error <= 1
     assert bnn.evaluate(X, Y, num_predictions=4)[0].shape == ()
@@ -96,6 +102,15 @@ def test_what_the_constructor_was_given_holds_for_all_loaders(name):
     fit(bnn)
     used(bnn)
     used(copy.deepcopy(bnn))
+
+
+def test_intervals_take_the_same_loaders():
+    numbers = tyxe.likelihoods.HomoskedasticGaussian(24, scale=0.1)
+    bnn = mean_field(nn.Linear(2, 1), numbers, unpack=unpack)
+    lower, upper = seeded(bnn.interval, RAW)
+    again = seeded(bnn.interval, PAIRS, unpack=lambda batch: batch)
+    torch.testing.assert_close((lower, upper), again)
+    assert bool((lower < upper).all())
 
 
 def turned(batch):

@@ -254,12 +254,17 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         )
 
     def sample_predictive(
-        self, *inputs: Any, num_samples: int = 100, batch_size: int | None = None, **options: Any
+        self,
+        *inputs: Any,
+        num_samples: int = 100,
+        batch_size: int | None = None,
+        unpack: Unpack | None = None,
+        **options: Any,
     ) -> Tensor:
         """Draw targets from the mixture, `(num_samples, n, ...)`, ordered by member.
 
         Args:
-            inputs, batch_size, options: those of the members' `sample_predictive`.
+            inputs, batch_size, unpack, options: those of the members' `sample_predictive`.
             num_samples: number of samples, spread over the members by their weights.
         """
         num_samples = check.count("num_samples", num_samples)
@@ -278,6 +283,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             ]
             return concatenated(found, 0)
 
+        inputs = self._bnns[0]._to_predict(inputs, unpack)
         return map_batches(self, inputs, batch_size, one, 1)
 
     def evaluate(

@@ -288,6 +288,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
         joint: bool = False,
+        unpack: Unpack | None = None,
     ) -> Tensor:
         """Draw targets from the posterior predictive distribution, `(num_samples, n, ...)`.
 
@@ -326,7 +327,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             ]
             return self.likelihood.targets_of(torch.stack(drawn))
 
-        return map_batches(self, inputs, batch_size, one, 1)
+        return map_batches(self, self._to_predict(inputs, unpack), batch_size, one, 1)
 
     @as_before()
     def evaluate(
