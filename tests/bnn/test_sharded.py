@@ -11,7 +11,8 @@ from torch import nn
 import tyxe
 from tests.oracles import processes
 from tests.oracles.bnns import NORMAL, mean_field
-from tyxe.likelihoods import Categorical
+from tests.oracles.nets import KindAndSize
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 N, WORLD = 20, 3
 SEED = torch.Generator().manual_seed(0)
@@ -70,6 +71,15 @@ def evaluated(rank, **group):
         found += bnn.evaluate(
             shard(rank, X, Y, WEIGHTS), num_predictions=4, reduction=reduction, **group
         )
+    ignored = {"kind": (Y % 2).where(torch.arange(N) % 3 > 0, -100), "size": X[:, 0, 0, :1]}
+    parts = Categorical(N, ignore_index=-100), HomoskedasticGaussian(N, scale=0.5)
+    likelihood = tyxe.likelihoods.Joint(**dict(zip(ignored, parts, strict=True)))
+    both = tyxe.VariationalBNN(KindAndSize(16).to(X), NORMAL, likelihood, guide)
+    rows = torch.arange(N) if rank is None else torch.arange(rank, N, WORLD)
+    batch = X[rows].flatten(1), {name: values[rows] for name, values in ignored.items()}
+    torch.manual_seed(1)
+    for scores in both.evaluate([batch], num_predictions=4, reduction="mean", **group):
+        found += scores.values()
     return torch.stack([each.double() for each in found])
 
 

@@ -116,6 +116,11 @@ def test_parts_of_a_joint_likelihood_are_judged_by_name():
     assert found.log_likelihood == log_likelihood
     assert found.log_likelihood.keys() == {"kind", "size", "joint"}
     assert found.predictions.keys() == {"kind", "size"}
+    assert {name: float(counts.sum()) for name, counts in found.weights.items()} == {
+        "kind": 20,
+        "size": 20,
+        "joint": 20,
+    }
 
 
 def test_a_mode_is_judged_at_its_centre():

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 import pickle
 
 import pyro.distributions as dist
@@ -16,6 +17,7 @@ from tests.oracles.nets import NetOf
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.curvature import collect_curvature
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian, Joint, Poisson
+from tyxe.poutine import selective_mask
 from tyxe.priors import IIDPrior
 
 # A joint likelihood of some of the outputs leaves the heads of the others without data.
@@ -216,6 +218,62 @@ def test_labels_that_are_ignored_count_in_the_other_parts():
     expected += part("kind").log_likelihood(outputs["kind"], KINDS) * (kinds >= 0)
     found = bnn.likelihood.log_likelihood(bnn.likelihood.from_net(outputs), packed)
     torch.testing.assert_close(found, expected)
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5, 3.0]).double()
+POINTS = torch.tensor([True, True, True, False, True, True])
+IGNORED = torch.tensor([-100, 1, 2, 0, -100, 2])
+GAPS = SIZES.clone()
+GAPS[:2] = math.nan
+GAPS[3, 1] = math.nan
+HAVE_GAPS = {"kind": IGNORED, "size": GAPS}
+
+
+def with_gaps():
+    return Joint(kind=Categorical(6, ignore_index=-100), size=part("size"))
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+@pytest.mark.parametrize("weights", [(), (WEIGHTS,)])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_means_of_a_part_are_over_the_points_that_have_its_target(aggregate, weights, is_masked):
+    bnn = variational(with_gaps())
+    how = {"reduction": "mean", "aggregate": aggregate}
+    mask = POINTS if is_masked else torch.ones_like(POINTS)
+    with selective_mask(mask=mask, expose=["likelihood.data"]):
+        errors, log_likelihoods = seeded(bnn.evaluate, [(X, HAVE_GAPS, *weights)], **how)
+        for name, targets in HAVE_GAPS.items():
+            one = variational(with_gaps().parts[name], name)
+            expected = seeded(one.evaluate, [(X, targets, *weights)], **how)
+            torch.testing.assert_close((errors[name], log_likelihoods[name]), expected)
+
+
+def test_means_of_batches_are_those_of_all_points():
+    bnn = variational(with_gaps())
+    whole = seeded(bnn.evaluate, X, HAVE_GAPS, reduction="mean")
+    pieces = [{name: y[i : i + 2] for name, y in HAVE_GAPS.items()} for i in range(0, 6, 2)]
+    batches = [*zip(X.split(2), pieces, strict=True)]
+    torch.testing.assert_close(seeded(bnn.evaluate, batches, reduction="mean"), whole)
+    table = seeded(tyxe.diagnostics.scores, bnn, batches)
+    assert table["error, kind"] == pytest.approx(float(whole[0]["kind"]))
+    assert table["log-likelihood, size"] == pytest.approx(float(whole[1]["size"]))
+
+
+def test_a_part_without_any_target_has_no_mean():
+    targets = {"kind": torch.full((6,), -100), "size": SIZES}
+    errors, log_likelihoods = variational(with_gaps()).evaluate(X, targets, reduction="mean")
+    assert errors["kind"].isnan()
+    assert log_likelihoods["kind"].isnan()
+    assert log_likelihoods["joint"] == log_likelihoods["size"]
+
+
+def test_a_batch_of_which_nothing_counts_has_scores_of_each_part():
+    batches, bnn = [(X, HAVE_GAPS, torch.zeros(6))], variational(with_gaps())
+    errors, log_likelihoods = bnn.evaluate(batches)
+    assert errors == {"kind": 0.0, "size": 0.0}
+    assert log_likelihoods == {"kind": 0.0, "size": 0.0, "joint": 0.0}
+    errors, _ = bnn.evaluate(batches, num_predictions=3, aggregate=False, reduction="none")
+    assert {name: found.shape for name, found in errors.items()} == {"kind": (3, 0), "size": (3, 0)}
 
 
 def test_variables_of_parts_are_sites_and_copies_keep_their_shapes():

@@ -56,7 +56,9 @@ def evaluated(
     """Return error and log-likelihood, the first two scores of each batch, reduced over points."""
 
     def one(inputs: Inputs, targets: Any, again: ReplayedDraws) -> tuple[Any, ...]:
-        return *score(inputs, targets, again)[:2], weights_of(bnn.likelihood, targets)
+        found = score(inputs, targets, again)[:2]
+        kept, _ = bnn.likelihood.counted(targets)
+        return *found, bnn.likelihood.score_counts(kept)
 
     loader = bnn._to_evaluate(input_data, unpack)
     with all_or_none(group):
@@ -139,15 +141,22 @@ def reduced(
     reduction: str,
     group: Any = None,
 ) -> Any:
-    """Return errors and log-likelihoods reduced over points, by their weights, and processes."""
-    *scores, weights = parts
-    if group is not None:
-        count = total(weights.double().sum(), group) if reduction == "mean" else 1.0
-        sums = [total((score * weights).double().sum(-1), group) for score in scores]
-        return tuple(likelihood.named(each / count, -1) for each in sums)
-    given = None if bool((weights == 1).all()) else weights
-    dim = -2 if reduction == "none" else -1
-    return tuple(likelihood.named(reduce_points(s, reduction, given), dim) for s in scores)
+    """Return errors and log-likelihoods reduced over points, and processes.
+
+    The third of the parts is how often each point counts, in the scores of each part of a `Joint`.
+    """
+    *scores, counts = parts
+    found = []
+    for score in scores:
+        # The errors of a `Joint` have no row for all of its parts.
+        own = counts if counts.dim() == 1 else counts[: score.shape[-2]]
+        if group is not None:
+            each = total((score * own).double().sum(-1), group)
+            each = each / total(own.double().sum(-1), group) if reduction == "mean" else each
+        else:
+            each = reduce_points(score, reduction, None if bool((own == 1).all()) else own)
+        found.append(likelihood.named(each, -2 if reduction == "none" else -1))
+    return tuple(found)
 
 
 class Derived:

@@ -14,7 +14,7 @@ from tyxe.bnn.batches import batches_of, device_for
 from tyxe.bnn.checks import are_finite, check_beta, check_one_batch, refuse_nonfinite
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.predict import SupervisedBNN
-from tyxe.bnn.scoring import reduced, rows_of, weights_of
+from tyxe.bnn.scoring import reduced, rows_of
 from tyxe.bnn.trained import draws_to_judge
 from tyxe.bnn.training import statistics_kept, statistics_of
 from tyxe.check import described
@@ -33,13 +33,13 @@ class Scored(NamedTuple):
         predictions: as returned by `predict`, for all points.
         error: as returned by `evaluate`: of points that count, or their sum; by part for a `Joint`.
         log_likelihood: likewise, of the mixture over draws, in nats.
-        weights: how often each of these points counts.
+        weights: how often each of these points counts; by part for a `Joint`.
     """
 
     predictions: Any
     error: Any
     log_likelihood: Any
-    weights: Tensor
+    weights: Any
 
 
 class Trainable(Objective):
@@ -169,8 +169,9 @@ class Trainable(Objective):
         kept, rows = likelihood.counted(targets)
         found = mixture_scores(likelihood, rows_of(outputs, rows, 1), latents, kept)
         predictions = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
-        parts = found.error, found.log_likelihood, weights_of(likelihood, targets)
+        counts = likelihood.score_counts(kept)
+        parts = found.error, found.log_likelihood, counts
         error, log_likelihood = reduced(likelihood, parts, reduction)
-        return Scored(predictions, error, log_likelihood, parts[-1])
+        return Scored(predictions, error, log_likelihood, likelihood.named(counts, -2))
 
     judge = score_batch  # its former name

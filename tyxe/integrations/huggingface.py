@@ -80,8 +80,9 @@ class TrainerBNN(Trainable):
             inputs = self.unpack(batch) if self.unpack else batch
             return {"logits": self.bnn.predict([inputs], num_predictions=self._num_predictions)}
         predictions, _, found, weights = self.score_batch(batch, "sum")
-        total = found["joint"] if isinstance(found, Mapping) else found
-        return {"loss": -total / (float(weights.sum()) or 1.0), "logits": predictions}
+        if isinstance(found, Mapping):
+            found, weights = found["joint"], weights["joint"]
+        return {"loss": -found / (float(weights.sum()) or 1.0), "logits": predictions}
 
 
 def _without_sharing(_: nn.Module, state: dict[str, Any], *__: Any) -> None:

@@ -111,12 +111,14 @@ class LightningBNN(lightning.LightningModule):
 
     def _judge(self, stage: str, batch: Any) -> None:
         scored = self.trainable.score_batch(batch, "sum")
-        points = float(scored.weights.sum())
         for name in ("error", "log_likelihood"):
-            found = getattr(scored, name)
-            named = found if isinstance(found, Mapping) else {"": found}
-            means = {f"{name}_{n}".strip("_"): sums / (points or 1.0) for n, sums in named.items()}
-            self._log(stage, means, points)
+            found, counts = getattr(scored, name), scored.weights
+            if not isinstance(found, Mapping):
+                found, counts = {"": found}, {"": counts}
+            for part, sums in found.items():
+                points = float(counts[part].sum())
+                mean = {f"{name}_{part}".strip("_"): sums / (points or 1.0)}
+                self._log(stage, mean, points)
 
     def _log(self, stage: str, found: Mapping[str, Any], points: Any) -> None:
         if not (count := float(points)):  # a batch may be masked as a whole

@@ -237,6 +237,11 @@ class Likelihood(nn.Module, ABC):
         rows = counts.nonzero()[:, 0]
         return found[rows], rows
 
+    def score_counts(self, targets: Tensor | Targets) -> Tensor:
+        """Return how often each point counts in scores, `(n,)`; for a `Joint`, `(parts + 1, n)`."""
+        counts = self.observed(targets).counts()
+        return torch.ones(len(targets), device=targets.device) if counts is None else counts
+
     def output_counts(self, targets: Tensor | Targets, outputs: Tensor) -> Tensor | None:
         """Return how often each output of the net counts, of its shape; None for once each."""
         return self.observed(targets).counts_within(outputs.shape)

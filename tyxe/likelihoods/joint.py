@@ -199,6 +199,12 @@ class Joint(Likelihood):
         shape = found.batch_shape[1:] + found.event_shape
         return shape, torch.long if found.support.is_discrete else outputs.dtype
 
+    def score_counts(self, targets: Any) -> Tensor:
+        found = self.observed(targets)
+        whole = super().score_counts(found)
+        each = (own.counts() for own in self._by_part(found).values())
+        return torch.stack([whole if own is None else whole * own for own in each] + [whole])
+
     def output_counts(self, targets: Any, outputs: Any) -> Tensor | None:
         return self._counts("output_counts", targets, outputs)
 

@@ -11,7 +11,7 @@ from tyxe import check
 
 
 def reduce_points(values: Tensor, reduction: str, weights: Tensor | None = None) -> Tensor:
-    """Return the sum or mean over points, `(..., n)`, by weights `(n,)`, or all numbers."""
+    """Return the sum or mean over points, `(..., n)`, by weights `(..., n)`, or all numbers."""
     check.choice("reduction", reduction, ("sum", "mean", "none"))
     if reduction == "none":
         return values
@@ -21,7 +21,7 @@ def reduce_points(values: Tensor, reduction: str, weights: Tensor | None = None)
         return values.sum(-1) if reduction == "sum" else values.mean(-1)
     weights = weights.to(values)
     total = (values * weights).sum(-1)
-    return total if reduction == "sum" else total / weights.sum()
+    return total if reduction == "sum" else total / weights.sum(-1)
 
 
 def stacked(predictions: Any, dim: int) -> Tensor:

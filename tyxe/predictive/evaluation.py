@@ -39,8 +39,7 @@ def mixture_scores(
     draws of the likelihood's own variables, stacked.
     """
     if not len(targets):  # all points are masked
-        none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))
-        return Scores(none, none)
+        return _of_none(likelihood, targets, outputs.new_zeros(() if aggregate else len(outputs)))
     likelihood.check_targets(outputs[0], targets)
     if aggregate:
         combined = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
@@ -63,13 +62,19 @@ def gaussian_scores(
     `"bridge"`, that of the probabilities which they approximate.
     """
     if not len(targets):
-        none = mean.new_zeros(0)
-        return Scores(none, none)
+        return _of_none(likelihood, targets, mean.new_zeros(()))
     likelihood.check_targets(mean, targets)
     prediction = predict_from_gaussian(likelihood, mean, covariance, **options._asdict())
     outputs = GaussianOutputs(mean, covariance, options)
     found = gaussian_log_likelihood(likelihood, outputs, targets, prediction)
     return _numbers(likelihood.errors(prediction, targets), found, prediction)
+
+
+def _of_none(likelihood: Likelihood, targets: Any, draws: Tensor) -> Scores:
+    """Return the scores of no points, for each of some draws."""
+    none = draws.new_zeros(*draws.shape, *likelihood.score_counts(targets).shape)
+    # The errors of a `Joint` have no row for all of its parts.
+    return Scores(none[..., :-1, :] if isinstance(likelihood, Joint) else none, none)
 
 
 def _numbers(errors: Tensor, log_likelihoods: Tensor, prediction: Any = None) -> Scores:
