@@ -192,6 +192,26 @@ def test_one_label_has_a_distribution_of_its_kind(name):
         torch.testing.assert_close(found.probs, probs[..., 1] if name == "Bernoulli" else probs)
 
 
+@pytest.mark.parametrize("level", [0.01, 0.5, 0.95])
+@pytest.mark.parametrize("name", ["one noise", "predicted noise"])
+@pytest.mark.parametrize("make", [variational, laplace])
+def test_quantiles_have_their_share_of_samples_below(make, name, level):
+    bnn = make(*CASES[name]) if make is laplace else make(*CASES[name][:3])
+    found, count = seeded(bnn.predictive, X, num_predictions=8), 20_000
+    ends = tyxe.predictive.quantile(found, level)
+    assert ends.shape == NUMBERS.shape
+    below = (found.sample((count,)) < ends).double().mean(0)
+    assert bool(((below - level).abs() < 5 * math.sqrt(level * (1 - level) / count)).all())
+
+
+def test_the_quantile_of_a_normal_is_its_inverse_cdf():
+    normal = td.Normal(X, SCALES)
+    found = tyxe.predictive.quantile(td.Independent(normal, 1), 0.9)
+    torch.testing.assert_close(found, normal.icdf(torch.tensor(0.9, dtype=X.dtype)))
+    with pytest.raises(ValueError, match="level is 1; expected a number above 0 and below 1"):
+        tyxe.predictive.quantile(normal, 1)
+
+
 def test_samples_have_the_mixtures_law():
     parts = [
         td.Independent(td.Normal(torch.tensor([[0.0, 5.0]] * 3), 1.0), 1),

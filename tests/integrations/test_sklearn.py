@@ -494,16 +494,24 @@ def test_intervals_are_quantiles_of_the_prediction_in_units_of_y():
     x, y = regression()
     model = BayesianRegressor(method="map", **SHORT).fit(x, np.stack([y, 100 * y - 7], 1))
     mean, std = model.predict(x, return_std=True)
-    for level, quantile, density in ((0.9, 1.6449, 0.1031), (0.5, 0.6745, 0.3178)):
+    for level, quantile in ((0.9, 1.644854), (0.5, 0.674490)):
         lower, upper = model.predict_interval(x, level)
         assert lower.shape == upper.shape == mean.shape
-        # Four standard errors of the quantile of 1,000 samples, averaged over independent rows.
-        tail = (1 - level) / 2
-        error = 4 * (tail * (1 - tail) / 1000 / len(x)) ** 0.5 / density
-        for end in ((upper - mean) / std, (mean - lower) / std):
-            np.testing.assert_allclose(end.mean(0), quantile, atol=error)
+        for end in (upper - mean, mean - lower):
+            np.testing.assert_allclose(end / std, quantile, rtol=1e-5)
     with pytest.raises(ValueError, match="level is 90; expected a number above 0 and below 1"):
         model.predict_interval(x, 90)
+
+
+@pytest.mark.parametrize("noise", ["homoskedastic", "heteroskedastic"])
+@pytest.mark.parametrize("method", ["laplace", "last_layer_laplace", "mean_field", "ensemble"])
+def test_what_is_predicted_of_a_row_is_a_function_of_it(method, noise):
+    x, y = regression()
+    model = BayesianRegressor(method=method, noise=noise, **SHORT).fit(x, y)
+    for predicts in (lambda x: model.predict(x, return_std=True), model.predict_interval):
+        whole, alone = predicts(x), predicts(x[3:4])
+        for one, among in zip(alone, whole, strict=True):
+            np.testing.assert_allclose(one, among[3:4], rtol=1e-9)
 
 
 def test_intervals_know_the_spread_of_the_weights():

@@ -38,6 +38,7 @@ from tyxe.likelihoods import (
     HomoskedasticGaussian,
     Likelihood,
 )
+from tyxe.predictive import quantile
 from tyxe.priors import LambdaPrior, Prior
 from tyxe.rng import torch_rng_kept
 
@@ -356,8 +357,7 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     def predict_interval(self, X: Any, level: float = 0.9) -> Any:
         """Return ends `(lower, upper)` that hold observations with a probability, each as `y`.
 
-        They are quantiles of samples from the predictive distribution, as in `bnn_.interval`, with
-        the same seed in each call.
+        They are quantiles of the predictive distribution whose moments `predict` returns.
 
         Args:
             X: inputs, `(n, n_features)`.
@@ -374,8 +374,10 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
             ((50,), np.True_)
         """
         check_is_fitted(self)
-        ends = self._call("interval", X, self._seed + 1, level=level)
-        lower, upper = (self._in_units(end.double().cpu().numpy()) for end in ends)
+        tail = (1 - check.number("level", level, above=0, below=1)) / 2
+        found = self._call("predictive", X, self._seed + 1, **self._how())
+        ends = (quantile(found, below).double().cpu().numpy() for below in (tail, 1 - tail))
+        lower, upper = map(self._in_units, ends)
         return lower, upper
 
 

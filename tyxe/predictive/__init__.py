@@ -9,6 +9,7 @@ from tyxe.predictive.decomposition import (
     regression_decomposition,
     variance_decomposition,
 )
+from tyxe.predictive.distributions import quantile
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import predict_from_gaussian
 from tyxe.predictive.linear_model import LinearModel, refine_laplace
@@ -22,6 +23,7 @@ __all__ = [
     "VarianceDecomposition",
     "entropy_decomposition",
     "predict_from_gaussian",
+    "quantile",
     "refine_laplace",
     "refine_variational",
     "regression_decomposition",

@@ -10,6 +10,7 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 
+from tyxe import check
 from tyxe.likelihoods import (
     Bernoulli,
     Categorical,
@@ -77,6 +78,43 @@ class PredictiveMixture(td.Distribution):
             for place, part in enumerate(self.parts[1:], 1):
                 found = part.sample(lead).where(chosen == place, found)
         return found
+
+
+@torch.no_grad()
+def quantile(found: td.Distribution, level: float) -> Tensor:
+    """Return what each number of a target is below with a probability, by bisection of its cdf.
+
+    Args:
+        found: a distribution of numbers, such as of `bnn.predictive(x)`.
+        level: the probability, between 0 and 1.
+
+    Raises:
+        NotImplementedError: PyTorch has no cdf of the distribution, such as of a Student t.
+
+    Example:
+        >>> quantile(PredictiveMixture([td.Normal(0.0, 1.0), td.Normal(2.0, 1.0)]), 0.5).round()
+        tensor(1.)
+    """
+    odds = (1 / check.number("level", level, above=0, below=1) - 1) ** 0.5
+    # Cantelli's inequality bounds the quantiles of any distribution.
+    low, high = found.mean - odds * found.stddev, found.mean + found.stddev / odds
+    for _ in range(50):
+        middle = (low + high) / 2
+        below = _cdf_of_each(found, middle) < level
+        low, high = middle.where(below, low), high.where(below, middle)
+    return (low + high) / 2
+
+
+def _cdf_of_each(found: Any, value: Tensor) -> Tensor:
+    """Return the probability that each number of a target is below a value."""
+    if isinstance(found, PredictiveMixture):
+        return found._mean_of([_cdf_of_each(part, value) for part in found.parts])
+    if isinstance(found, td.Independent):
+        return _cdf_of_each(found.base_dist, value)
+    if isinstance(found, td.MultivariateNormal):
+        found = td.Normal(found.mean, found.stddev)
+    below: Tensor = found.cdf(value)
+    return below
 
 
 def mixture(parts: Sequence[Any], weights: Tensor | None = None) -> Any:
