@@ -1,14 +1,19 @@
 """Every guide of ours keeps the contract, and the contract finds the faults of others."""
 
+import functools
+
 import pyro.distributions as dist
 import pytest
 import torch
+import torch.distributions as td
 import torch.nn as nn
 
 import tyxe
 from tests.oracles.programs import program
+from tyxe.distributions.joint import OneEvent
 from tyxe.guides import AutoNormal, Guide
 from tyxe.testing import GUIDES, check_guide
+from tyxe.testing.densities import check_density
 
 
 @pytest.mark.parametrize("builder", GUIDES.values(), ids=GUIDES.keys())
@@ -54,6 +59,111 @@ class Unkind(AutoNormal):
 
     def parameter_kinds(self):
         return {}
+
+
+class Scaled(dist.Normal):
+    """A Normal, of which subclasses get a part wrong."""
+
+    def expand(self, batch_shape, _instance=None):
+        return type(self)(self.loc.expand(batch_shape), self.scale.expand(batch_shape))
+
+
+class Unnormalised(Scaled):
+    def log_prob(self, value):
+        return super().log_prob(value) + 1.0
+
+
+class Tempered(Scaled):
+    def log_prob(self, value):
+        return 3 * super().log_prob(value) + 7
+
+
+class OtherMean(Scaled):
+    @property
+    def mean(self):
+        return self.loc + self.scale / 4
+
+
+class OtherKL(Scaled):
+    pass
+
+
+@td.register_kl(OtherKL, dist.Normal)
+def _(q, p):
+    return 25.0 - td.kl_divergence(dist.Normal(q.loc, q.scale), p)
+
+
+@td.register_kl(Scaled, dist.Normal)
+def _(q, p):
+    return td.kl_divergence(dist.Normal(q.loc, q.scale), p)
+
+
+class Own(AutoNormal):
+    """A mean field of another class of distributions."""
+
+    def __init__(self, module, distribution):
+        super().__init__(module, init_scale=0.1)
+        self.distribution = distribution
+
+    def site_distribution(self, site):
+        normal = super().site_distribution(site).base_dist
+        return self.distribution(normal.loc, normal.scale).to_event(len(site.shape))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "match"),
+    [
+        (Unnormalised, "does not integrate to 1"),
+        (Tempered, "does not integrate to 1"),
+        (OtherMean, "another mean than its `mean`"),
+        (OtherKL, r"the KL registered for 'net\.0\.weight' is not"),
+    ],
+)
+def test_the_contract_finds_distributions_that_are_not_those_of_draws(distribution, match):
+    check_guide(functools.partial(Own, distribution=Scaled))
+    with pytest.raises(AssertionError, match=match):
+        check_guide(functools.partial(Own, distribution=distribution))
+
+
+class Modes(OneEvent):
+    """Normals that are far apart."""
+
+    def __init__(self, locs, scale):
+        self.locs, self.scale = locs, scale
+        super().__init__(torch.Size(), locs.shape[1:], validate_args=False)
+
+    @property
+    def mean(self):
+        return self.locs.mean(0)
+
+    def rsample(self, sample_shape=()):
+        locs = self.locs[torch.randint(len(self.locs), tuple(sample_shape))]
+        return locs + self.scale * torch.randn_like(locs)
+
+    def log_prob(self, value):
+        each = td.Independent(td.Normal(self.locs, self.scale), len(self.event_shape))
+        equal = td.Categorical(torch.ones(len(self.locs)))
+        return td.MixtureSameFamily(equal, each).log_prob(value)
+
+
+@pytest.mark.parametrize("num_modes", [1, 2, 5])
+@pytest.mark.parametrize("shape", [(1,), (3, 2)])
+def test_densities_with_several_modes_are_right(num_modes, shape):
+    locs = torch.arange(num_modes).double().view(-1, *[1] * len(shape)).expand(-1, *shape)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        check_density(Modes(locs, 0.01), "modes")
+
+
+@pytest.mark.parametrize(
+    "q",
+    [dist.Cauchy(0.0, 1.0), dist.StudentT(2.5), dist.Beta(0.5, 3.0), dist.HalfCauchy(1.0)],
+    ids=["Cauchy", "Student t", "Beta", "half Cauchy"],
+)
+def test_densities_with_tails_and_bounds_are_right(q):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        check_density(q.expand([4]).to_event(1), "numbers")
 
 
 def test_contract_of_a_guide_of_ones_own():

@@ -16,12 +16,14 @@ from pyro.infer import autoguide
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 
+from tyxe.distributions import JointDistribution, JointMarginal
 from tyxe.guides import AutoNormal, AutoRadial, Guide, PyroGuide
 from tyxe.guides.base import AnyGuide
 from tyxe.priors import DictPrior, IIDPrior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import torch_rng_kept
 from tyxe.testing.asserts import assert_close, assert_raises
+from tyxe.testing.densities import check_density
 from tyxe.util import is_discrete
 
 Builder = Callable[[Callable[..., Any]], Any]
@@ -69,6 +71,7 @@ def check_guide(builder: Builder, program: SitePriors | None = None) -> None:
     assert not missing, f"parameter_kinds leaves out {sorted(missing)}"
     _check_median(guide, prior)
     _check_detached(guide, program, [*prior])
+    _check_densities(guide, {name: node["fn"] for name, node in prior.items()})
     store = sorted(pyro.get_param_store().keys())
     assert not store, f"the guide left {store} in Pyro's global parameter store"
 
@@ -191,3 +194,23 @@ def _check_detached(guide: AnyGuide, program: SitePriors, names: list[str]) -> N
         ValueError, lambda: guide.get_detached_distributions(["no.such"]), "an unknown site"
     )
     DictPrior({name: found[name] for name in program.names()})
+
+
+@torch.no_grad()
+def _check_densities(guide: AnyGuide, priors: dict[str, Any]) -> None:
+    """Compare densities, means and KLs of sites with draws, and densities of coupled sites.
+
+    The KL of a joint distribution is left out, as it may be that of more variables than its sites.
+    """
+    try:
+        posterior = guide.get_detached_distributions(priors)
+    except TypeError:
+        return
+    joints: dict[int, JointDistribution] = {}
+    for name, q in posterior.items():
+        if isinstance(q, JointMarginal):
+            joints[id(q.joint)] = q.joint
+        is_joint = any(isinstance(one, JointMarginal) for one in (q, priors[name]))
+        check_density(q, repr(name), None if is_joint else priors[name])
+    for joint in joints.values():
+        check_density(joint, joint.name)
