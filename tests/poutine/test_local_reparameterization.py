@@ -19,6 +19,7 @@ from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.poutine import (
     Draw,
     LinearMap,
+    LinearMapMessenger,
     flipout,
     local_reparameterization,
     local_reparameterization_moments,
@@ -31,6 +32,23 @@ from tyxe.testing.asserts import assert_within
 @pytest.mark.parametrize("factory", HANDLERS.values(), ids=HANDLERS.keys())
 def test_contract(factory):
     check_handler(factory)
+
+
+class OneNoise(LinearMapMessenger):
+    """Right distributions of all outputs, of which those of one point share their noise."""
+
+    treatment = "one noise"
+
+    def answer(self, event):
+        mean, variance = local_reparameterization_moments(
+            event, moments_of(event.weight), moments_of(event.bias)
+        )
+        return mean + variance.sqrt() * torch.randn(len(mean), 1).to(mean)
+
+
+def test_the_contract_finds_outputs_that_share_their_noise():
+    with pytest.raises(AssertionError, match="covariance of the outputs of one point"):
+        check_handler(OneNoise)
 
 
 def moments_of(part):

@@ -35,6 +35,8 @@ class _Interrupted(Exception):
 def check_handler(factory: Callable[[], Any]) -> None:
     """Assert that a handler changes how outputs are drawn, and keeps their first two moments.
 
+    Outputs at different points, or positions of a feature map, may be drawn jointly in another way.
+
     Args:
         factory: makes the handler.
 
@@ -45,6 +47,7 @@ def check_handler(factory: Callable[[], Any]) -> None:
     _check_stack(factory, bnn, inputs)
     _check_decorator(factory, bnn, inputs)
     _check_moments(factory, bnn, inputs)
+    _check_covariance(factory)
     _check_gradients(factory, bnn, inputs)
     _check_report(factory, bnn, inputs)
     _check_without_sites(factory, inputs)
@@ -53,12 +56,16 @@ def check_handler(factory: Callable[[], Any]) -> None:
 def _example() -> tuple[VariationalBNN, Tensor]:
     """Return a net and inputs; each output has the same distribution under every handler."""
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    return _mean_field(net), torch.randn(4, 2, dtype=torch.float64, device="cpu")
+
+
+def _mean_field(net: nn.Module) -> VariationalBNN:
     prior, likelihood = IIDPrior(dist.Normal(0.0, 1.0)), HomoskedasticGaussian(4, scale=1.0)
     bnn = VariationalBNN(net, prior, likelihood, AutoNormal)
     with torch.no_grad():
         for parameter in bnn.parameters():
             parameter.add_(torch.randn_like(parameter))
-    return bnn, torch.randn(4, 2, dtype=torch.float64, device="cpu")
+    return bnn
 
 
 def _outputs(bnn: VariationalBNN, inputs: Tensor, count: int = 1) -> Tensor:
@@ -96,6 +103,22 @@ def _check_moments(factory: Callable[[], Any], bnn: VariationalBNN, inputs: Tens
     ):
         error = ((a.var(0) + b.var(0)) / NUM_DRAWS).sqrt()
         assert_within(a.mean(0), b.mean(0), error, f"{what} of the outputs, handled and plain")
+
+
+def _check_covariance(factory: Callable[[], Any]) -> None:
+    """Compare how the outputs of one map at one point vary together; a mean would hide it."""
+    bnn = _mean_field(nn.Linear(2, 3).double())
+    inputs = torch.randn(4, 2, dtype=torch.float64, device="cpu")
+    mean = _outputs(bnn, inputs, 0)
+    drawn = []
+    for handler in (factory(), contextlib.nullcontext()):
+        with handler:
+            spread = _outputs(bnn, inputs, NUM_DRAWS) - mean
+        drawn.append(spread.unsqueeze(-1) * spread.unsqueeze(-2))
+    handled, plain = drawn
+    error = ((handled.var(0) + plain.var(0)) / NUM_DRAWS).sqrt()
+    what = "covariance of the outputs of one point, handled and plain"
+    assert_within(handled.mean(0), plain.mean(0), error, what)
 
 
 def _check_gradients(factory: Callable[[], Any], bnn: VariationalBNN, inputs: Tensor) -> None:
