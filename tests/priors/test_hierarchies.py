@@ -18,6 +18,7 @@ import tyxe
 from tests.oracles.bnns import mean_field
 from tyxe.guides import PyroGuide
 from tyxe.priors import IIDPrior, LambdaPrior
+from tyxe.testing import check_prior
 from tyxe.util import pyro_sample_sites
 
 
@@ -28,6 +29,12 @@ def horseshoe(name, module, param):
         return dist.Normal(0.0, shared * pyro.sample(f"{name}_local", local))
 
     return prior
+
+
+def test_hierarchies_keep_the_contract():
+    for function in (horseshoe, named_below):
+        check_prior(LambdaPrior(function, hide_parameters=["bias"]))
+        check_prior(LambdaPrior(function), nn.Linear(3, 2))
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")

@@ -136,12 +136,13 @@ def _check_update(prior: Prior, net: nn.Module) -> None:
     applied = copy.deepcopy(net)
     sites = prior.sites(net)
     rules = {"expose": list(sites)} if sites else {"hide_all": True}
-    # A discrete prior only replaces one over the same values.
-    discrete = any(
-        isinstance(site, td.Distribution) and is_discrete(site.support) for site in sites.values()
+    # A discrete prior only replaces one over the same values, and a hierarchy one of its variables.
+    own_kind = any(
+        not isinstance(site, td.Distribution) or is_discrete(site.support)
+        for site in sites.values()
     )
     same = LambdaPrior(lambda name, *_: sites[name], **rules)
-    (same if discrete else IIDPrior(dist.Normal(0.0, 2.0), **rules)).apply_(applied)
+    (same if own_kind else IIDPrior(dist.Normal(0.0, 2.0), **rules)).apply_(applied)
     before = pyro_sample_sites(applied)
     prior.update_(applied)
     assert pyro_sample_sites(applied) == before, "update_ changed which parameters are sites"
