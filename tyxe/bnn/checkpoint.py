@@ -66,14 +66,19 @@ class BestEpoch:
 
 
 # What a fit goes on from: state dicts of BNN, optimiser and scheduler, of which the last two may be
-# None, the epochs done, the states of generators, the name of the optimiser's class, and the fields
-# of a `BestEpoch`, or None without held-out data.
-_PARTS = {"bnn", "optimizer", "epoch", "rng", "kind", "scheduler", "best"}
+# None, the epochs done, the states of generators, the name of the optimiser's class, the fields of
+# a `BestEpoch`, or None without held-out data, and the sums of a `MeanWeight`.
+_PARTS = {"bnn", "optimizer", "epoch", "rng", "kind", "scheduler", "best", "weights"}
+_OF_LATER_VERSIONS = {"best": None, "weights": [0.0, 0.0]}
 Checkpoint = dict[str, Any]
 
 
 def checkpoint_of(
-    optimizer: Optimizer | None, epoch: int, scheduler: Any, best: BestEpoch | None
+    optimizer: Optimizer | None,
+    epoch: int,
+    scheduler: Any,
+    best: BestEpoch | None,
+    weights: list[float],
 ) -> Checkpoint:
     """Return the checkpoint of a fit after some epochs, without the state dict."""
     return {
@@ -83,19 +88,21 @@ def checkpoint_of(
         "kind": type(optimizer).__name__,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "best": None if best is None else asdict(best),
+        "weights": weights,
     }
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any]) -> Checkpoint:
     """Return a checkpoint without its state dict, or raise a RuntimeError."""
     check.one_of("checkpoint", checkpoint, Mapping, "what bnn.checkpoint() returned")
-    missing = _PARTS - {"best", *checkpoint}  # which older ones have not
+    missing = _PARTS - {*_OF_LATER_VERSIONS, *checkpoint}
     if missing:
         raise RuntimeError(
             f"this is no checkpoint: it has no {', '.join(sorted(missing))}; pass what "
             "bnn.checkpoint() returned, or a plain state dict to load_state_dict"
         )
-    return {"best": None} | {n: checkpoint[n] for n in _PARTS & checkpoint.keys() if n != "bnn"}
+    found = {n: checkpoint[n] for n in _PARTS & checkpoint.keys() if n != "bnn"}
+    return _OF_LATER_VERSIONS | found
 
 
 def restore(checkpoint: Checkpoint, optimizer: Optimizer, scheduler: Any, epoch_end: Any) -> int:

@@ -42,10 +42,16 @@ class CompiledSteps:
         self.programs = Programs("steps", device)
 
     def __call__(
-        self, objective: Objective, inputs: Inputs, targets: Any, beta: float, share: float
+        self,
+        objective: Objective,
+        inputs: Inputs,
+        targets: Any,
+        beta: float,
+        load: float | None,
+        share: float,
     ) -> ElboTerms | None:
         """Add a share of a batch's gradients and return its terms, or None without a program."""
-        found = self.find(objective, inputs, targets, beta)
+        found = self.find(objective, inputs, targets, beta, load)
         if found is None:
             return None
         terms, gradients = found()
@@ -56,7 +62,12 @@ class CompiledSteps:
         return terms
 
     def find(
-        self, objective: Objective, inputs: Inputs, targets: Any, beta: float
+        self,
+        objective: Objective,
+        inputs: Inputs,
+        targets: Any,
+        beta: float,
+        load: float | None = None,
     ) -> CompiledStep | None:
         """Return the step of a batch, or None without a program."""
         batch = tree_leaves((inputs, targets))
@@ -65,7 +76,8 @@ class CompiledSteps:
         tensors = tensors_of(objective.bnn)
         trained = {name: t for name, t in tensors.items() if t.requires_grad}
         others = {name: t for name, t in tensors.items() if name not in trained}
-        weight = torch.full((), beta, device=next(iter(trained.values())).device)
+        factors = [beta, 1.0 if load is None else load]
+        weight = torch.tensor(factors, device=next(iter(trained.values())).device)
         held = [value.detach() for value in (*trained.values(), *others.values())]
         given = [*held[: len(trained)]], [*held[len(trained) :]], (inputs, targets), weight
         # Handlers may have the weight from elsewhere.
@@ -89,7 +101,7 @@ class CompiledStep(NamedTuple):
     trained: list[Tensor]  # the parameters
     held: list[Tensor]  # parameters and other tensors, as the program takes them
     batch: list[Tensor]  # the leaves of inputs and targets
-    weight: Tensor  # of the KL
+    weight: Tensor  # of the KL, and of the data term
 
     def __call__(self) -> tuple[ElboTerms, list[Tensor | None]]:
         """Return the terms, and the gradient of each parameter, None where it has none."""
@@ -113,13 +125,18 @@ class ObjectiveFunction:
         self._objective, self._tensors = objective, [*tensors]
         self._outline, self._modes = Outline(objective), modes_of(objective.bnn)
 
-    def __call__(self, values: Sequence[Tensor], batch: Any, beta: Any) -> tuple[Tensor, ElboTerms]:
-        """Return the loss and its terms; a forward that replaces a buffer is a RuntimeError."""
+    def __call__(
+        self, values: Sequence[Tensor], batch: Any, factors: Any
+    ) -> tuple[Tensor, ElboTerms]:
+        """Return the loss and its terms; a forward that replaces a buffer is a RuntimeError.
+
+        `factors` are those of KL and data term.
+        """
         places = map(id, self._tensors)
         swapped = dict(zip(places, values, strict=True))
         stand_in = StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
         twin: Any = stand_in.net
-        loss = twin(*batch, beta)
+        loss = twin(*batch, *factors)
         known = {*map(id, values)}
         if replaced := [n for n, b in twin.bnn.net.named_buffers() if id(b) not in known]:
             raise RuntimeError(
@@ -132,7 +149,7 @@ class ObjectiveFunction:
 def _program(
     objective: Objective, trained: Mapping[str, Tensor], others: Mapping[str, Tensor], given: Any
 ) -> Program:
-    """Return a step as a program of parameters, other tensors, a batch and the KL's weight."""
+    """Return a step as a program of parameters, other tensors, a batch and weights of the terms."""
     own = (*trained.values(), *others.values())
     watched = [n for n, p in trained.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if watched:
@@ -144,9 +161,9 @@ def _program(
         )
     function = ObjectiveFunction(objective, own)
 
-    def step(values: list[Tensor], rest: list[Tensor], batch: Any, beta: Tensor) -> Any:
+    def step(values: list[Tensor], rest: list[Tensor], batch: Any, weight: Tensor) -> Any:
         leaves = [value.detach().requires_grad_() for value in values]
-        loss, terms = function([*leaves, *rest], batch, beta)
+        loss, terms = function([*leaves, *rest], batch, weight.unbind())
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         return terms.data.detach(), terms.kl.detach(), terms.points, [*gradients]
 
@@ -168,7 +185,7 @@ def _compare(program: Program, objective: Objective, trained: list[Tensor], give
                 data, kl, _, gradients = program(*given)
             set_torch_rng(numbers)
             restore(rest, before)
-            loss = objective(*batch, weight)
+            loss = objective(*batch, *weight)
             expected = torch.autograd.grad(loss, trained, allow_unused=True)
         finally:
             restore(rest, before)

@@ -12,6 +12,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from tyxe import check
+from tyxe.data import Targets
 from tyxe.distributions import independent_moments
 from tyxe.guides.kl import is_joint, log_prob_of, sum_of_kls
 from tyxe.poutine import Draw
@@ -107,6 +108,35 @@ def draw_terms(
     return ElboTerms(data, torch.as_tensor(kl), count, values)
 
 
+class MeanWeight:
+    """How much points weigh on average in the batches so far, in fits of weighted points.
+
+    A data term is a mean by the weights of its batch. Where these are heavier than others, each
+    point would count for less than in another batch, and small batches would lose the weights.
+    """
+
+    def __init__(self, likelihood: Any) -> None:
+        self._likelihood = likelihood
+        self.sums = [0.0, 0.0]  # of weights, and of points that count
+
+    def of(self, targets: Any) -> list[float]:
+        """Return the sum of a batch's weights, and its number of points that count."""
+        counts = self._likelihood.observed(targets).counts()
+        if counts is None:
+            return [float(len(targets))] * 2
+        return torch.stack([counts.sum(), (counts > 0).sum()]).tolist()
+
+    def load_of(self, targets: Any) -> float | None:
+        """Return the `load` of a step on one batch, or None for points without weights."""
+        is_weighted = isinstance(targets, Targets) and targets.has_weights
+        return self.load(*self.of(targets)) if is_weighted else None
+
+    def load(self, weight: float, points: float) -> float:
+        """Return how much a step's points weigh in units of those of all steps, itself included."""
+        self.sums = [self.sums[0] + weight, self.sums[1] + points]
+        return weight * self.sums[1] / (points * self.sums[0]) if weight else 1.0
+
+
 class Objective(nn.Module):
     """The loss of one draw, `(beta KL - data) / N / num_particles`, as a module to be wrapped.
 
@@ -118,14 +148,21 @@ class Objective(nn.Module):
         super().__init__()
         self.bnn = bnn
         self.closed_form_kl, self.num_particles = closed_form_kl, num_particles
+        self.load = 1.0  # for what takes gradients of `data_at` itself
         self.terms: ElboTerms | None = None
 
-    def forward(self, inputs: Inputs, targets: Tensor, beta: float) -> Tensor:
-        """Return one draw's part of the loss, in nats per data point."""
+    def forward(
+        self, inputs: Inputs, targets: Tensor, beta: float, load: float | Tensor | None = None
+    ) -> Tensor:
+        """Return one draw's part of the loss, in nats per data point.
+
+        `load` multiplies the data term, see `MeanWeight`.
+        """
         own = self.bnn.model, self.bnn._guide
         self.terms = terms = draw_terms(*own, inputs, targets, closed_form_kl=self.closed_form_kl)
         scale = 1.0 / (self.bnn.likelihood.dataset_size * self.num_particles)
-        return (beta * terms.kl - terms.data) * scale
+        data = terms.data if load is None else load * terms.data
+        return (beta * terms.kl - data) * scale
 
     def data_at(self, values: Any, inputs: Inputs, targets: Any) -> tuple[Tensor, Any]:
         """Return the log-likelihood, scaled to the data set, at sites' values; and the points."""

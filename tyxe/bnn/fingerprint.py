@@ -31,6 +31,7 @@ _PLAIN = (
 )
 # Of objects of this package: past fits, and what is made anew of what a program is given.
 _OF_FITS = {"optimizer", "_scheduler", "_pending", "_epochs_done", "_stage", "_chosen_prior"}
+_OF_FITS |= {"_mean_weight"}
 _LEFT_OUT = {*_OF_FITS, "_runtime", "prior", "terms", "_built"}
 
 

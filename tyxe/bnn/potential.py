@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 
 from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.checks import check_is_finite, check_one_batch, warn_of_size
+from tyxe.bnn.elbo import MeanWeight
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.data import alike_batches
@@ -101,11 +102,13 @@ class Potential:
         # A batch of which nothing counts says nothing.
         return -found / torch.as_tensor(likelihood.count(targets)).clamp_min(TINY)
 
-    def estimate(self, flat: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Return the potential energy as a mini-batch tells it."""
+    def estimate(
+        self, flat: Tensor, inputs: Inputs, targets: Tensor, load: float | Tensor = 1.0
+    ) -> Tensor:
+        """Return the potential energy as a mini-batch tells it; for `load` see `MeanWeight`."""
         prior, values = self._prior_energy(flat)
         points = self.bnn.likelihood.dataset_size / self.temperature
-        return prior + points * self.mean_loss(values, inputs, targets)
+        return prior + points * load * self.mean_loss(values, inputs, targets)
 
     def look(self, starts: Tensor) -> None:
         """Run the net at two points, to see that what is kept of it is right, see `NetOnBatch`."""
@@ -217,9 +220,10 @@ class BatchPotential:
         self._loaders = [OwnBatches(loader, device, fresh_seed()) for _ in range(len(starts))]
         self._bnn, self._has_warned, self._step = potential.bnn, False, 0
         self._potential = potential
-        self._latest = [own.take() for own in self._loaders]
+        self._weights = [MeanWeight(self._bnn.likelihood) for _ in self._loaders]
+        self._latest = self._take()
         self._ready: list[Any] | None = self._latest
-        self._look(alike_batches(self._latest), starts)
+        self._look(self._latest, starts)
 
     def take(self, step: int) -> None:
         """Take the batches of the next call, which are the same for each try of a step.
@@ -227,8 +231,21 @@ class BatchPotential:
         Where the call itself takes them, the loader runs inside of what the call is in.
         """
         if step != self._step:
-            self._latest, self._step = [own.take() for own in self._loaders], step
+            self._latest, self._step = self._take(), step
         self._ready = self._latest
+
+    def _take(self) -> list[Any]:
+        """Take a batch for each chain, with its `load` where points have weights."""
+        batches = alike_batches([own.take() for own in self._loaders])
+        for _, targets in batches:
+            self._bnn.likelihood.check_rows(targets)
+        pairs = zip(self._weights, batches, strict=True)
+        loads = [own.load_of(targets) for own, (_, targets) in pairs]
+        if None in loads:
+            return batches
+        device = self._bnn._like.device
+        factors = (torch.tensor(load, device=device) for load in loads)
+        return [(*batch, one) for batch, one in zip(batches, factors, strict=True)]
 
     def close(self) -> None:
         """Let go of the loader's workers, when no further step is to come."""
@@ -240,18 +257,14 @@ class BatchPotential:
 
         A batch that is too large, or whose inputs or targets make these infinite, is a ValueError.
         """
-        batches = self._ready or [own.take() for own in self._loaders]
-        self._ready = None
-        for _, targets in batches:
-            self._bnn.likelihood.check_rows(targets)
-        batches = alike_batches(batches)
+        batches, self._ready = self._ready or self._take(), None
         if tree_structure(batches[0]) != self._place:  # the first with something missing, or none
             self._look(batches, position)
         gradient, value = self._every(position, *self._rows(batches))
         if not bool(can_move(value, gradient).all()):
             for batch in batches:
                 check_is_finite(batch[0])
-                check_one_batch(self._bnn, self._bnn.net_prior, *batch)
+                check_one_batch(self._bnn, self._bnn.net_prior, *batch[:2])
         points = self._loaders[0].in_epoch
         if points is not None and not self._has_warned:
             self._has_warned = warn_of_size(points, self._bnn.likelihood.dataset_size)

@@ -14,7 +14,7 @@ from tyxe.bnn.batches import OwnBatches, device_for
 from tyxe.bnn.checkpoint import History, fitted_words
 from tyxe.bnn.checks import check_num_epochs, check_one_batch, warn_of_size
 from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
-from tyxe.bnn.elbo import Objective
+from tyxe.bnn.elbo import MeanWeight, Objective
 from tyxe.bnn.trained import held_out_sums
 from tyxe.bnn.training import FitOptions, progress_bar
 from tyxe.check import described
@@ -185,9 +185,12 @@ class StackedObjectives:
         self.tensors = {**self.parameters, **stacked}
         self.starts = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         self._programs: dict[Any, Program] = {}
+        self._weights = [MeanWeight(bnn.likelihood) for bnn in bnns]
 
     def gradients(self, batches: Sequence[Batch], beta: float) -> tuple[Tensor, Tensor]:
         """Set the gradients of the parameters, and return data terms and KLs, one for each BNN."""
+        loads = [own.load_of(t) for own, (_, t) in zip(self._weights, batches, strict=True)]
+        factors = [[beta, 1.0 if load is None else load] for load in loads]
         batches = alike_batches(batches)
         shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(each)] for each in batches]
         if None in shapes[0] or any(row != shapes[0] for row in shapes):
@@ -198,7 +201,7 @@ class StackedObjectives:
         batch = tree_map(lambda *parts: torch.stack(parts), *batches)
         values = {name: p.detach() for name, p in self.parameters.items()}
         device = next(iter(values.values())).device
-        given = values, self._constants, batch, torch.full((), beta, device=device)
+        given = values, self._constants, batch, torch.tensor(factors, device=device)
         kind = kind_of_batch(batch)
         if kind not in self._programs:
             self._programs[kind] = self._traced(given, batches[0])
@@ -208,13 +211,14 @@ class StackedObjectives:
         return terms
 
     def _traced(self, given: Any, batch: Batch) -> Program:
-        def loss(values: Any, constants: Any, batch: Any, beta: Tensor) -> Any:
-            tensors = {**values, **constants}
-            found, terms = self._function([tensors[n] for n in self._states[0]], batch, beta)
+        def loss(values: Any, constants: Any, batch: Any, factors: Tensor) -> Any:
+            own = {**values, **constants}
+            tensors = [own[n] for n in self._states[0]]
+            found, terms = self._function(tensors, batch, factors.unbind())
             return found, (terms.data, terms.kl)
 
         one = torch.func.grad(loss, has_aux=True)
-        every = torch.vmap(one, in_dims=(0, 0, 0, None), randomness="different")
+        every = torch.vmap(one, randomness="different")
         with exclusive(), unvalidated(), torch_rng_kept():
             try:
                 return Program(every, *given, how="traced", draws=True)
@@ -252,4 +256,4 @@ def _loss_at(function: ObjectiveFunction, state: Mapping[str, Tensor], batch: Ba
     """Return the loss by the same draws in each call, which changes no buffer."""
     own = [t if t.requires_grad else t.clone() for t in state.values()]
     with torch_rng_kept(0):
-        return function(own, batch, 1.0)[0]
+        return function(own, batch, [1.0])[0]

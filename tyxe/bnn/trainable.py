@@ -12,7 +12,7 @@ from torch import Tensor
 from tyxe.bnn.base import set_train_mode
 from tyxe.bnn.batches import batches_of, device_for
 from tyxe.bnn.checks import are_finite, check_beta, check_one_batch, refuse_nonfinite
-from tyxe.bnn.elbo import ElboTerms, Objective
+from tyxe.bnn.elbo import ElboTerms, MeanWeight, Objective
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import reduced, rows_of
 from tyxe.bnn.trained import draws_to_judge
@@ -103,6 +103,7 @@ class Trainable(Objective):
             num_predictions = draws_to_judge(bnn)
         self.num_predictions = num_predictions
         self._is_checked, self._statistics = False, statistics_of(bnn.net)
+        self._mean_weight = MeanWeight(bnn.likelihood)
 
     def train(self, mode: bool = True) -> Trainable:
         """Set the mode; parts of the net whose parameters are all frozen keep theirs."""
@@ -133,7 +134,8 @@ class Trainable(Objective):
             # In the first step only, to save the time; the loss of each is checked.
             self.bnn._before_step()
             with statistics_kept(self._statistics), unvalidated(self._is_checked), self.handler():
-                loss = super().forward(inputs, targets, beta)
+                load = self._mean_weight.load_of(targets)
+                loss = super().forward(inputs, targets, beta, load)
                 terms = self.take_terms()
                 gradients = {} if are_finite(inputs) else self._gradients(loss)
                 if not all(bool(t.isfinite().all()) for t in (loss.detach(), *gradients.values())):

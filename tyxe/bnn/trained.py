@@ -21,6 +21,7 @@ from tyxe.bnn.checkpoint import (
     fitted_words,
     restore,
 )
+from tyxe.bnn.elbo import MeanWeight
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting, prior_fixed
 from tyxe.bnn.training import FitOptions, Trainer
@@ -124,6 +125,7 @@ class TrainedBNN(SupervisedBNN):
     optimizer: Optimizer | None = None
     _scheduler: Any = None
     _best: BestEpoch | None = None
+    _mean_weight: MeanWeight | None = None
     _pending: Checkpoint | None = None
     _epochs_done = 0
 
@@ -149,7 +151,9 @@ class TrainedBNN(SupervisedBNN):
             with trainer.processes.all_or_none():
                 if self._pending is not None:
                     first = restore(self._pending, *own, epoch_end)
+                    trainer.mean_weight.sums = [*self._pending["weights"]]
             self._best, self._epochs_done = epoch_end.best, first
+            self._mean_weight = trainer.mean_weight
             left = epoch_end.epochs_left(num_epochs)
             try:
                 for epoch in trainer.epochs(first, left, progress):
@@ -200,7 +204,8 @@ class TrainedBNN(SupervisedBNN):
         """
         with exclusive():
             own = self.optimizer, self._epochs_done, self._scheduler, self._best
-            found = self._pending or checkpoint_of(*own)
+            sums = [0.0, 0.0] if self._mean_weight is None else self._mean_weight.sums
+            found = self._pending or checkpoint_of(*own, sums)
             return copy.deepcopy({"bnn": self.state_dict(), **found})
 
     @outside_inference()
@@ -217,5 +222,5 @@ class TrainedBNN(SupervisedBNN):
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the optimiser, whose state belongs to the parameters of the original.
-        gone = {"optimizer": None, "_scheduler": None, "_best": None, "_epochs_done": 0}
-        return {**self.__dict__, **gone}
+        gone = dict.fromkeys(("optimizer", "_scheduler", "_best", "_mean_weight"))
+        return {**self.__dict__, **gone, "_epochs_done": 0}

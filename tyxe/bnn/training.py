@@ -23,7 +23,7 @@ from tyxe.bnn.captured import CapturedSteps, can_capture
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_beta, check_one_batch, refuse_nonfinite, warn_of_size
 from tyxe.bnn.compiled import CompiledSteps, compiled_steps
-from tyxe.bnn.elbo import ElboTerms, Objective
+from tyxe.bnn.elbo import ElboTerms, MeanWeight, Objective
 from tyxe.errors import warn
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, make_scheduler, pyro_clipping, scheduler_of
@@ -158,6 +158,7 @@ class Trainer:
                 " out"
             )
         self._own = None if own is None else own.particle_of(self.objective, options)
+        self.mean_weight = MeanWeight(bnn.likelihood)
         self.processes = Processes(self.objective, options.parallel)
         self._statistics = statistics_of(bnn.net)
         self._checked = self._warned = False
@@ -294,16 +295,16 @@ class Trainer:
         A loss or gradient that is not finite is a RuntimeError, and changes neither parameters nor
         statistics of normalising layers.
         """
-        terms = self._captured_step(batches, beta)
+        shares, load = self._shares(batches)
+        terms = self._captured_step(batches, beta, load)
         if terms is not None:
             return terms
         self._read_captured()
         for parameter in self.parameters.values():
             parameter.grad = None
         with self._statistics_kept():
-            shares = self._shares(batches)
             particles = [
-                self._particle(inputs, targets, beta, share)
+                self._particle(inputs, targets, beta, load, share)
                 for (inputs, targets), share in zip(batches, shares, strict=True)
                 for _ in range(self.options.num_particles)
             ]
@@ -320,7 +321,9 @@ class Trainer:
         self.steps += 1
         return terms
 
-    def _captured_step(self, batches: list[tuple[Inputs, Any]], beta: float) -> ElboTerms | None:
+    def _captured_step(
+        self, batches: list[tuple[Inputs, Any]], beta: float, load: float | None
+    ) -> ElboTerms | None:
         """Make a step as one graph of the device, or return None for one of several launches."""
         is_plain = len(batches) == self.options.num_particles == 1
         if self._compiled is None or not is_plain:
@@ -339,7 +342,7 @@ class Trainer:
         if self._captured.has_ended:
             return None
         with self.options.in_precision(self._device):
-            step = self._compiled.find(self.objective, *batches[0], beta)
+            step = self._compiled.find(self.objective, *batches[0], beta, load)
         terms = None if step is None else self._captured(step, batches)
         if terms is not None:
             self.steps += 1
@@ -413,35 +416,37 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             raise
 
-    def _shares(self, batches: list[tuple[Inputs, Any]]) -> list[float]:
-        """Return the part of the points of a step that each batch has.
+    def _shares(self, batches: list[tuple[Inputs, Any]]) -> tuple[list[float], float | None]:
+        """Return the part of a step's points that each batch has, and the data term's weight.
 
         With several processes it is that of as many as there are in the mean of all.
         """
         if len(batches) == 1 and self.options.parallel is None:
-            return [1.0]
-        likelihood = self.bnn.likelihood
-        found = (likelihood.counted(targets)[0] for _, targets in batches)
-        counts = [float(likelihood.count(targets)) for targets in found]
-        mean = self.processes.total([sum(counts)])[0] / self.processes.count
-        return [count / mean if mean else 0.0 for count in counts]
+            return [1.0], self.mean_weight.load_of(batches[0][1])
+        counts = [self.mean_weight.of(targets) for _, targets in batches]
+        weight, points = self.processes.total([sum(each) for each in zip(*counts, strict=True)])
+        mean, load = weight / self.processes.count, self.mean_weight.load(weight, points)
+        return [own / mean if mean else 0.0 for own, _ in counts], load
 
-    def _particle(self, inputs: Inputs, targets: Any, beta: float, share: float) -> ElboTerms:
+    def _particle(
+        self, inputs: Inputs, targets: Any, beta: float, load: float | None, share: float
+    ) -> ElboTerms:
         """Add one draw's gradient of `(beta kl - data) / N / particles`, or the optimiser's own.
 
         The gradient counts by the batch's share of the points of a step.
         """
         with self.options.in_precision(self._device):
             if self._own is not None:
+                self.objective.load = 1.0 if load is None else load
                 return ElboTerms(*self._own(inputs, targets, beta))
             # The first is checked, and makes what is made once.
             if self._compiles and self.steps and self._compiled is None:
                 self._compiled = compiled_steps(self.objective, self.options.autocast)
             if self._compiled is not None:
-                found = self._compiled(self.objective, inputs, targets, beta, share)
+                found = self._compiled(self.objective, inputs, targets, beta, load, share)
                 if found is not None:
                     return found
-            loss = self.processes.objective(inputs, targets, beta)
+            loss = self.processes.objective(inputs, targets, beta, load)
         terms = self.objective.take_terms()
         with _reruns_named():
             (loss if share == 1 else loss * share).backward()

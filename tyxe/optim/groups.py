@@ -32,7 +32,8 @@ class ParticleOptimizer(Protocol):
     A fit calls `particle_of` once. It calls the returned `particle(inputs, targets, beta)` for each
     draw of a step; this adds `1 / options.num_particles` of a gradient to `.grad`, and returns the
     fields of `tyxe.bnn.ElboTerms`. `objective` has the `bnn`, and its log-likelihood
-    `data_at(values, inputs, targets)`; `options` are the arguments of `fit`.
+    `data_at(values, inputs, targets)`, whose gradient counts `objective.load` times, by the weights
+    of a step's points; `options` are the arguments of `fit`.
     """
 
     def particle_of(self, objective: Any, options: Any) -> Callable[..., tuple[Any, ...]]:

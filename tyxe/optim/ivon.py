@@ -84,7 +84,7 @@ class IVON(Optimizer):
             check.number("beta", beta, above=0, hint=", the temperature of IVON")
             kl, values, deviations = self._draw(points / beta)
             data, count = objective.data_at(values, inputs, targets)
-            (data * (-1.0 / (points * options.num_particles))).backward()
+            (data * (-objective.load / (points * options.num_particles))).backward()
             for loc, e in deviations.items():
                 name, q, *_ = self._sites[loc]
                 g = values[name].grad

@@ -1,0 +1,131 @@
+"""Weights of points count in mini-batches of any size as in one batch of all."""
+
+import functools
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tyxe.samplers import SGHMC
+
+N = 400
+NOTHING = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+SGD = functools.partial(torch.optim.SGD, lr=0.02)
+
+
+def weighted():
+    """Return labels of 0 and 1, and weights in the ratio of 1 to 19."""
+    generator = torch.Generator().manual_seed(0)
+    y = (torch.rand(N, 1, generator=generator) < 0.5).float()
+    weights = torch.where(y[:, 0] > 0, 1.9, 0.1)
+    return torch.ones(N, 1), y, weights * N / weights.sum()
+
+
+def loader(size, *tensors):
+    data = torch.utils.data.TensorDataset(*tensors)
+    return torch.utils.data.DataLoader(data, size, shuffle=True)
+
+
+def of_mean(prior=NOTHING, guide=None):
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=1.0)
+    return tyxe.VariationalBNN(nn.Linear(1, 1, bias=False), prior, likelihood, guide)
+
+
+def value(bnn):
+    return bnn.predict(torch.ones(1, 1))[0].item()
+
+
+def by_fit(bnn, data, **options):
+    torch.manual_seed(1)
+    bnn.fit(data, SGD, 15, **options)
+    return value(bnn)
+
+
+def by_ivon(bnn, data):
+    torch.manual_seed(1)
+    start = functools.partial(tyxe.guides.AutoNormal, init_scale=0.01)
+    bnn = of_mean(tyxe.priors.IIDPrior(dist.Normal(0, 100.0)), start)
+    bnn.fit(data, functools.partial(tyxe.optim.IVON, lr=0.02, betas=(0.9, 0.99)), 15)
+    return bnn.predict(torch.ones(1, 1), num_predictions=0)[0].item()
+
+
+def by_loop(bnn, data):
+    torch.manual_seed(1)
+    module = tyxe.Trainable(bnn)
+    optimizer = SGD(module.parameters())
+    for _ in range(15):
+        for batch in data:
+            optimizer.zero_grad()
+            module(batch).backward()
+            optimizer.step()
+    return value(bnn)
+
+
+WAYS = {
+    "fit": by_fit,
+    "compiled": functools.partial(by_fit, compile=True),
+    "two batches a step": functools.partial(by_fit, accumulate_steps=2),
+    "IVON": by_ivon,
+    "own loop": by_loop,
+}
+
+
+@pytest.mark.filterwarnings("ignore:an epoch had")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weighted_mean_is_that_of_all_points(way):
+    x, y, weights = weighted()
+    expected = ((weights * y[:, 0]).sum() / weights.sum()).item()
+    found = WAYS[way](of_mean(), loader(4, x, y, weights))
+    assert found == pytest.approx(expected, abs=0.02)  # 0.9 by means of each batch
+
+
+@pytest.mark.filterwarnings("ignore:an epoch had")
+@pytest.mark.parametrize("size", [4, 16])
+def test_class_weights_balance_classes(size):
+    generator = torch.Generator().manual_seed(0)
+    y = (torch.rand(N, generator=generator) < 0.05).long()
+    weights = N / (2 * y.bincount().float())
+    likelihood = tyxe.likelihoods.Categorical(N, class_weights=weights)
+    bnn = tyxe.VariationalBNN(nn.Linear(1, 2, bias=False), NOTHING, likelihood)
+    torch.manual_seed(1)
+    bnn.fit(loader(size, torch.ones(N, 1), y), SGD, 15)
+    # 0.18 and 0.36 by means of each batch
+    assert bnn.predict(torch.ones(1, 1)).softmax(-1)[0, 1].item() == pytest.approx(0.5, abs=0.06)
+
+
+def test_members_in_one_tensor_are_those_in_turn():
+    x, y, weights = weighted()
+    data = [*zip(x.split(8), y.split(8), weights.split(8), strict=True)]
+    found = []
+    for vectorize in (False, True):
+        torch.manual_seed(0)
+        ensemble = tyxe.EnsembleBNN(lambda _: of_mean(), 2)
+        ensemble.fit(data, SGD, 2, vectorize=vectorize)
+        found.append(ensemble.predict(torch.ones(1, 1))[0])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_fit_goes_on_with_the_weights_of_the_first():
+    x, y, weights = weighted()
+    data = [*zip(x.split(8), y.split(8), weights.split(8), strict=True)]
+    whole, first, second = of_mean(), of_mean(), of_mean()
+    for other in (first, second):
+        other.net.load_state_dict(whole.net.state_dict())
+    whole.fit(data, SGD, 3)
+    first.fit(data, SGD, 1)
+    second.load_checkpoint(first.checkpoint())
+    second.fit(data, SGD, 2)
+    assert value(second) == value(whole)
+
+
+def test_chains_by_mini_batches_have_the_mean_of_all_points():
+    x, y, weights = weighted()
+    expected = ((weights * y[:, 0]).sum() / (weights.sum() + 1)).item()
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=1.0)
+    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1, bias=False), NORMAL, likelihood, SGHMC(lr=0.05))
+    torch.manual_seed(0)
+    bnn.fit(loader(4, x, y, weights), 200, warmup_steps=100, num_chains=2, progress=False)
+    assert value(bnn) == pytest.approx(expected, abs=0.03)
