@@ -207,6 +207,18 @@ def test_only_points_that_count_are_counted():
         assert messages(lambda: bnn.fit(batches(60), FROZEN, 1, beta=0.01)) == []
 
 
+def test_sums_of_weights_are_rounded():
+    # The sum over 400 batches is 400.004 in single precision, and that of all points 399.99997.
+    labels = (torch.arange(400) < 6).long()
+    weights = (400 / (2 * labels.bincount().float()))[labels]
+    data = [(x, y, w) for (x, y), w in zip(batches(*[1] * 400), weights.split(1), strict=True)]
+    bnn = make()
+    bnn.likelihood.dataset_size = 400
+    assert messages(lambda: bnn.fit(data, FROZEN, 1, beta=0.01)) == []
+    chain = mcmc(nn.Linear(2, 1), dataset_size=400)
+    assert messages(lambda: chain.fit(data, 1, warmup_steps=1, disable_progbar=True)) == []
+
+
 def mcmc(net, prior=NORMAL, dataset_size=50):
     kernel = functools.partial(HMC, step_size=0.01, num_steps=1)
     return tyxe.MCMC_BNN(net, prior, HomoskedasticGaussian(dataset_size, scale=0.5), kernel)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Ratio of KL and data term, in nats, above which the bound says more about the prior.
 KL_DWARFS = 100.0
+# Relative error of one addition in single precision.
+ROUNDING = 2.0**-24
 # Elements of a site whose scales are looked at.
 LOOKED_AT = 10_000
 # Distance of inputs from standard ones, see `distance_from_standard`, from which on fits suffer.
@@ -160,13 +162,16 @@ def _columns_of(net: nn.Module, inputs: Inputs) -> Iterator[Tensor]:
             yield x
 
 
-def warn_of_size(points: float, size: float) -> bool:
-    """Warn of an epoch with far fewer points than a data set, or more; return whether it is so."""
+def warn_of_size(points: float, size: float, num_terms: int = 1) -> bool:
+    """Warn of an epoch with far fewer points than a data set, or more; return whether it is so.
+
+    The points are a sum of so many terms, such as weights of batches, in single precision.
+    """
     if not points:
         warn("no point of an epoch counts, so only the prior is fitted: look for NaN in targets")
         return True
     # Somewhat fewer points in an epoch may be intended, as with a sampler.
-    if size / 20 <= points <= size * (1 + 1e-6):
+    if size / 20 <= points <= size * (1 + 1e-6 + num_terms * ROUNDING):
         return False
     much = "little" if points > size else "much"
     warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -360,7 +361,8 @@ class MCMC_BNN(SamplePosterior):
         if am_i_wrapped() and not is_masked:
             warn("MCMC shields its model from handlers: those around fit have no effect")
         size = self.likelihood.dataset_size
-        if points not in (None, size):
+        # A sum of weights is rounded.
+        if points is not None and not math.isclose(points, size, rel_tol=1e-6):
             warn(
                 f"the likelihood was built with dataset_size={size}, but there are {points:g} "
                 f"points: each counts {size / points:.3g} times"

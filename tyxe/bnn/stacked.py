@@ -130,14 +130,15 @@ class _Sums:
         self._likelihood = likelihood
         self._terms, self.points = (
             torch.zeros(2, count, device="cpu"),
-            torch.zeros(count, device="cpu"),
+            torch.zeros(count, dtype=torch.float64, device="cpu"),
         )
 
     def add(self, rows: Sequence[Batch], terms: tuple[Tensor, Tensor]) -> Tensor:
         """Add a batch of each member, and return what is finite where its loss is."""
         self._likelihood.check_rows(rows[0][1])
         both = torch.stack([*terms])
-        counts = torch.tensor([float(self._likelihood.count(own)) for _, own in rows], device="cpu")
+        found = [float(self._likelihood.count(own)) for _, own in rows]
+        counts = torch.tensor(found, dtype=torch.float64, device="cpu")
         self._terms = self._terms.to(both) + counts.to(both) * both
         self.points = self.points + counts
         return both.sum(0)

@@ -216,7 +216,7 @@ class Trainer:
         if before is not None:
             self._check_epoch(epoch, sums, before)
         size = self.bnn.likelihood.dataset_size
-        self._warned = self._warned or warn_of_size(sums[2], size)
+        self._warned = self._warned or warn_of_size(sums[2], size, self._batches)
         weight = 1.0 / sums[2] if sums[2] else 0.0
         log_likelihood, divergence = sums[0] * weight, sums[1] * weight
         loss = beta * divergence - log_likelihood
