@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import tyxe
 from tests.oracles.bnns import NORMAL, NOTHING, mean_field
@@ -160,6 +161,38 @@ def test_a_pytorch_bnn_has_gradients_in_its_forward_alone():
     bnn = tyxe.PytorchBNN(net(), NORMAL, tyxe.guides.AutoNormal)
     assert_right(same_draws(lambda x, grad: [bnn(x) if grad else bnn(x).detach()]))
     assert not bnn.predict(X.clone().requires_grad_()).requires_grad
+
+
+LEARNED = {
+    "noise": (tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.3, learn_scale=True), X[:, :1]),
+    "StudentT": (tyxe.likelihoods.StudentT(6, scale=0.3, learn_scale=True), X[:, :1]),
+    "count": (
+        tyxe.likelihoods.NegativeBinomial(6, total_count=2.0, learn_total_count=True),
+        torch.arange(6, dtype=torch.float64)[:, None],
+    ),
+    "cuts": (tyxe.likelihoods.Ordinal(6, 3), torch.arange(6) % 3),
+}
+
+
+def calibrated(bnn, y):
+    if bnn.likelihood.has_classes:
+        return tyxe.calibration.SplitConformal(level=0.5).wrap(bnn, [(X, y)])
+    return tyxe.calibration.ScaleFactor().wrap(bnn, [(X, y)])
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_parameters_of_the_likelihood_have_none(name):
+    likelihood, y = LEARNED[name]
+    bnn = mean_field(net(), likelihood)
+    law, wrapped = bnn.predictive(X), calibrated(bnn, y)
+    assert bnn.predictive(X, enable_grad=True).log_prob(y).requires_grad
+    found = [law.log_prob(y), law.mean, law.stddev, law.variance, wrapped.predict(X)]
+    found += [bnn.ood_score(X, "expected_variance"), wrapped.to_ensemble(2)(X)]
+    if not likelihood.has_classes:
+        found.append(wrapped.evaluate(X, y))
+    assert not any(leaf.requires_grad for leaf in tree_leaves(found))
+    tyxe.diagnostics.scores(bnn, [(X, y)])
+    assert all(parameter.requires_grad for parameter in bnn.likelihood.parameters())
 
 
 @pytest.mark.parametrize("make", [laplace, swag])

@@ -116,6 +116,7 @@ def test_what_is_no_stack_of_draws_is_refused(name, predictions, dim, weights, m
         (Bernoulli(9), (4,), (4, 1), r"pass targets.squeeze\(-1\), or unsqueeze the net's output"),
         (Bernoulli(9), (4,), (1,), "they have to be the same"),
         (Categorical(9), (4, 3), (4, 1), r"pass targets.squeeze\(-1\)"),
+        (Ordinal(9, 3), (4, 1), (4, 1), r"pass targets.squeeze\(-1\)"),
         (Categorical(9), (4, 3), (4, 3), r"targets.argmax\(-1\)"),
         (Categorical(9), (4, 3, 5, 5), (4, 5, 5), r"return logits.movedim\(1, -1\)"),
         (HomoskedasticGaussian(9, 1.0), (4, 1), (4,), r"pass targets.unsqueeze\(-1\)"),

@@ -103,7 +103,7 @@ class Predicted(NamedTuple):
 
 def predicted(bnn: Any, batches: list[Any], **options: Any) -> Predicted:
     """Return a BNN's predictions of batches beside their targets."""
-    likelihood = bnn.likelihood
+    likelihood = bnn.likelihood.without_gradients()
     found = bnn.predict(batches, **options)
     # Masks are of batches.
     targets = concatenate_targets([likelihood.observed(targets) for _, targets in batches])
@@ -181,7 +181,7 @@ class Derived:
                 is raised to the smallest number that allows the level, 19 for 0.9.
 
         Raises:
-            TypeError: the targets are classes, which have no order.
+            TypeError: the targets are classes, which have no order, or those of a `Joint`.
             ValueError: a level that is not a probability.
 
         Example:
@@ -194,6 +194,11 @@ class Derived:
             True
         """
         level = check.number("level", level, above=0, below=1)
+        if isinstance(self.likelihood, Joint):
+            raise TypeError(
+                "the BNN has several outputs: take quantiles of the samples of each with numbers, "
+                "such as sample_predictive(x)[name].quantile(0.05, 0)"
+            )
         if not self.likelihood.has_order:
             raise TypeError(
                 f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
@@ -242,5 +247,8 @@ class Derived:
                 "aggregate=False) returns by name, by a function of tyxe.predictive.scores"
             )
         draws = self.predict(inputs, **{**options, "aggregate": False})
-        found = SCORES[score](draws, self._weights_of(len(draws)), self.likelihood)
+        likelihood = self.likelihood
+        if not options.get("enable_grad"):
+            likelihood = likelihood.without_gradients()
+        found = SCORES[score](draws, self._weights_of(len(draws)), likelihood)
         return 1 - found if score == "max_probability" else found

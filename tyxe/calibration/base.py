@@ -105,7 +105,7 @@ class Calibrator(ABC):
             )
         batches = all_batches(plain._to_evaluate(loader, unpack), device_for(plain))
         judged = predicted(bnn, batches, **options)
-        self.fit(self.of(judged.predictions, bnn.likelihood), judged.targets)
+        self.fit(self.of(judged.predictions, judged.likelihood), judged.targets)
         return Calibrated(bnn, self, options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -174,8 +174,11 @@ class Calibrated:
 
     def predict(self, *inputs: Any, **options: Any) -> Any:
         """Return calibrated predictions, sets or intervals; arguments are those of the BNN."""
-        found = self.bnn.predict(*inputs, **(self._options | options))
-        return _through(self.calibrator, found, self.likelihood)
+        options = self._options | options
+        found, likelihood = self.bnn.predict(*inputs, **options), self.likelihood
+        if not options.get("enable_grad"):
+            likelihood = likelihood.without_gradients()
+        return _through(self.calibrator, found, likelihood)
 
     def evaluate(
         self,
@@ -320,7 +323,8 @@ class CalibratedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.calibrator, self._likelihood = copy.deepcopy(calibrator), copy.deepcopy(likelihood)
+        self.calibrator = copy.deepcopy(calibrator)
+        self._likelihood = None if likelihood is None else likelihood.without_gradients()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return calibrated predictions, or predictions and the sets or intervals."""

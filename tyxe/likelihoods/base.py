@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -175,6 +176,10 @@ class Likelihood(nn.Module, ABC):
     def prior_means(self) -> dict[str, Tensor]:
         """Return the prior means of the likelihood's own variables, where only shapes matter."""
         return {name: prior.mean for name, prior in self.latent_priors().items()}
+
+    def without_gradients(self) -> Likelihood:
+        """Return a copy whose parameters, such as a noise that is learned, record no gradients."""
+        return copy.deepcopy(self).requires_grad_(False)
 
     # ------------------------------------------------------------------ what comes, and counts
 

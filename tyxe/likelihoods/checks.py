@@ -70,7 +70,7 @@ def shape_message(
 ) -> str:
     """Say that targets have another shape than expected, and what may fix it."""
     more = len(given) - len(expected)
-    if more == 1 and given == predictions:
+    if more == 1 and given == predictions and given[-1] > 1:
         hint = "pass classes as integers: targets.argmax(-1)"
     elif more == -1 and expected[-1] == 1:
         hint = "pass targets.unsqueeze(-1), or squeeze the net's output"
