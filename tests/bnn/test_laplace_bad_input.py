@@ -236,3 +236,15 @@ def test_gradients_too_large_are_refused_before_they_are_made(monkeypatch):
     batch = torch.randint(100, (8, 2)), torch.arange(8) % 2
     with pytest.raises(ValueError, match=r"gradients of 8 points in net.0.weight .*smaller batch"):
         bnn.fit_curvature([batch])
+
+
+def test_a_batch_that_is_refused_leaves_others_as_they_were():
+    x, y = torch.randn(40, 8), torch.arange(40) % 3
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    bnn = tyxe.LaplaceBNN(net, prior, tyxe.likelihoods.Categorical(40))
+    bnn.fit_curvature([(x, y)])
+    before = bnn.functional_variance(x[:5])
+    with pytest.raises(ValueError, match="points"):
+        bnn.functional_variance(x[0])  # without the dimension of points
+    torch.testing.assert_close(bnn.functional_variance(x[:5]), before)

@@ -130,7 +130,12 @@ class Linearization:
         # Not in the constructor, so that callers can refuse outputs of a wrong number of points.
         if self._numbers:
             numbers, self._numbers = self._numbers, []
-            self._compare(numbers)
+            exact = {*self._known.exact}
+            try:
+                self._compare(numbers)
+            except BaseException:
+                self._known.exact = exact  # a batch that is refused says nothing of others
+                raise
         return self._blocks
 
     @outside_inference()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tyxe.distributions import IndependentSites, JointDistribution, known_entropy
 from tyxe.distributions.joint import JointSite
+from tyxe.distributions.normal import gaussian_event
 from tyxe.distributions.normal_kl import fusable, fused_kl, log_density
 from tyxe.poutine import Draw
 
@@ -43,7 +44,10 @@ def is_joint(site: Any) -> bool:
 
 
 def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
-    """Return the KL in closed form, or from a known entropy and a sampled cross-entropy."""
+    """Return the KL in closed form, or from a known entropy and a sampled cross-entropy.
+
+    Distributions that are registered as Gaussians have the closed form of these.
+    """
     q = guide_site["fn"]
     if isinstance(q, dist.Delta):
         # Pyro's closed form leaves out the log-density, the Jacobian of a site's transform.
@@ -51,6 +55,9 @@ def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
     try:
         return td.kl_divergence(q, prior)
     except NotImplementedError:
+        mine, theirs = gaussian_event(q), gaussian_event(prior)
+        if mine is not None and theirs is not None:
+            return td.kl_divergence(mine, theirs)
         entropy = known_entropy(q)
         return None if entropy is None else -entropy - prior.log_prob(value_of(guide_site))
 

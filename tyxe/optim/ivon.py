@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tyxe import check
 from tyxe.check import described
 from tyxe.distributions import FactorizedNormal, as_gaussian
+from tyxe.distributions.normal import gaussian_event
 from tyxe.distributions.normal_kl import known_numbers
 from tyxe.guides import AutoNormal
 from tyxe.threads import handlers
@@ -167,15 +168,17 @@ def _sites_of(bnn: Any, options: Any, groups: Any) -> dict[Tensor, _Site]:
     found: dict[Tensor, _Site] = {}
     posterior = guide.posterior() if isinstance(guide, AutoNormal) else {}
     for own, given in bnn.net_prior.priors() if posterior else ():
-        name, prior = bnn.net_prior.prefix + own, without_events(given)
+        name, normal = bnn.net_prior.prefix + own, as_gaussian(given)
         q: Any = posterior[name]
         plain = isinstance(q, FactorizedNormal) and held >= {id(q.loc), id(q.log_scale)}
         plain = plain and q.loc.element_size() >= 4  # small changes of h are lost in others
+        prior = without_events(given)
         of = f"{name!r} with the posterior {described(q)} and the prior {described(prior)}"
-        refused[of] = not plain or as_gaussian(given) is None
+        refused[of] = not plain or normal is None
         if not refused[of]:
-            numbers = known_numbers(prior) or prior
-            found[q.loc] = (name, q, given, numbers.loc, numbers.scale**-2)
+            numbers = known_numbers(normal) or normal
+            known: Any = given if isinstance(prior, td.Normal) else gaussian_event(given)
+            found[q.loc] = (name, q, known, numbers.loc, numbers.scale**-2)
     for what in (what for what, is_so in refused.items() if is_so):
         raise ValueError(
             f"IVON does not serve {what}: it needs a VariationalBNN with tyxe.guides.AutoNormal, "
