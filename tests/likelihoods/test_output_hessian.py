@@ -1,6 +1,7 @@
 """Output Hessians against enumeration and quadrature; their roots; gradients."""
 
 import math
+import re
 
 import numpy as np
 import pyro.distributions as dist
@@ -19,7 +20,9 @@ from tyxe.likelihoods import (
     StudentT,
 )
 from tyxe.likelihoods.output_hessian import (
+    OutputHessians,
     output_hessian,
+    output_hessian_product,
     output_hessian_sqrt,
     sampled_gradient,
     true_gradient,
@@ -273,6 +276,28 @@ def test_a_missing_hessian_names_the_registration():
     r = true_gradient(likelihood, predictions, torch.ones(5, 2))
     torch.testing.assert_close(r, torch.zeros(5, 2))
     assert sampled_gradient(likelihood, predictions).shape == (5, 2)
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (5, 2, 1), (5, 2, 2), (5, 1, 2, 1), (1, 2, 1, 1)])
+def test_blocks_of_another_shape_name_the_function(shape):
+    class Misshapen(Geometric):
+        pass
+
+    @output_hessian.register(Misshapen)
+    def of_a_geometric(likelihood, predictions, latents=None):
+        return torch.ones(shape)
+
+    likelihood, predictions = Misshapen(9), torch.zeros(5, 2)
+    found = re.escape(f"registered for Misshapen, returned shape {shape}")
+    message = rf"of_a_geometric, .*{found}.*\(5, 2, 1, 1\) .*\(5, 1, 2, 2\)"
+    for call in (
+        lambda: output_hessian_sqrt(likelihood, predictions),
+        lambda: output_hessian_product(likelihood, predictions, predictions),
+        OutputHessians(likelihood, predictions).total,
+        OutputHessians(likelihood, predictions).diagonals,
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_users_register_their_own():

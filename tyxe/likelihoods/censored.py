@@ -18,7 +18,7 @@ from tyxe import check
 from tyxe.data import Targets
 from tyxe.likelihoods.base import Latents, Likelihood, Predictions
 from tyxe.likelihoods.joint import Joint
-from tyxe.likelihoods.output_hessian import output_hessian
+from tyxe.likelihoods.output_hessian import hessian_blocks, output_hessian
 from tyxe.util import at_least_float32, without_events
 
 
@@ -134,7 +134,7 @@ class Censored(Likelihood):
                 distribution.log_prob(values).sum(), f, create_graph=True
             )
             (second,) = torch.autograd.grad(slope.sum(), f)
-        shares = (-second).clamp_min(0) / output_hessian(self.base, f.detach()).reshape(f.shape)
+        shares = (-second).clamp_min(0) / hessian_blocks(self.base, f.detach()).reshape(f.shape)
         # A number that is known has the Fisher information, which is there for all likelihoods.
         shares = shares.where(values[..., 0] != values[..., 1], torch.ones_like(shares))
         return shares if counts is None else shares * counts
@@ -142,7 +142,7 @@ class Censored(Likelihood):
 
 @output_hessian.register
 def _(likelihood: Censored, predictions: Tensor, latents: Latents = None) -> Tensor:
-    return output_hessian(likelihood.base, predictions, latents)
+    return hessian_blocks(likelihood.base, predictions, latents)
 
 
 @check.arguments

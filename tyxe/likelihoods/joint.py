@@ -16,7 +16,7 @@ from tyxe import check
 from tyxe.check import described
 from tyxe.data import Targets, filled, read_targets, trailing
 from tyxe.likelihoods.base import Latents, Likelihood
-from tyxe.likelihoods.output_hessian import output_hessian
+from tyxe.likelihoods.output_hessian import hessian_blocks, output_hessian
 from tyxe.likelihoods.reductions import reduce_points
 from tyxe.poutine.selective import masked_within
 from tyxe.util import at_least_float32, is_real
@@ -362,7 +362,7 @@ def _(likelihood: Joint, predictions: Tensor, latents: Any = None) -> Tensor:
     found = at_least_float32(predictions).new_zeros(len(predictions), 1, size, size)
     place = 0
     for name, value in outputs.items():
-        blocks = output_hessian(likelihood._part(name), value, of_part(latents, name))
+        blocks = hessian_blocks(likelihood._part(name), value, of_part(latents, name))
         side = blocks.shape[-1]
         for block in blocks.unbind(1):
             found[:, 0, place : place + side, place : place + side] = block

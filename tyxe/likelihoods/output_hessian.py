@@ -77,6 +77,24 @@ def output_hessian(likelihood: Likelihood, predictions: Tensor, latents: Latents
     )
 
 
+def hessian_blocks(likelihood: Likelihood, predictions: Tensor, latents: Latents = None) -> Tensor:
+    """Return `output_hessian`; blocks of a registered function that do not fit are a ValueError."""
+    blocks = output_hessian(likelihood, predictions, latents)
+    count, shape = len(predictions), blocks.shape
+    fits = blocks.dim() == 4 and count == shape[0] and shape[2] == shape[3]
+    if not fits or count * shape[1] * shape[2] != predictions.numel():
+        function = output_hessian.dispatch(type(likelihood))
+        size = predictions[:1].numel()
+        raise ValueError(
+            f"{function.__module__}.{function.__name__}, the output Hessian registered for "
+            f"{type(likelihood).__name__}, returned shape {tuple(shape)} for predictions of shape "
+            f"{tuple(predictions.shape)}; expected blocks (n, R, C, C) with R * C outputs of a "
+            f"point: ({count}, {size}, 1, 1) if outputs are not coupled, ({count}, 1, {size}, "
+            f"{size}) if all are"
+        )
+    return blocks
+
+
 @output_hessian.register
 def _categorical(likelihood: Categorical, predictions: Tensor, latents: Latents = None) -> Tensor:
     probs = _class_probs(likelihood, predictions)
@@ -191,7 +209,7 @@ def output_hessian_sqrt(
     """
     if _is_plain(likelihood):
         return _categorical_sqrt(likelihood, predictions)
-    roots = _psd_sqrt(output_hessian(likelihood, predictions, latents))
+    roots = _psd_sqrt(hessian_blocks(likelihood, predictions, latents))
     _, num_positions, _, rank = roots.shape
     return SqrtColumns(predictions.shape, num_positions, rank, lambda k: roots[..., k])
 
@@ -202,7 +220,7 @@ def output_hessian_product(likelihood: Likelihood, predictions: Tensor, vectors:
     Class logits, `p (v - p . v)`, need no matrix. Errors are those of `output_hessian`.
     """
     if not (_is_plain(likelihood) and likelihood.logit_predictions):
-        blocks = output_hessian(likelihood, predictions)
+        blocks = hessian_blocks(likelihood, predictions)
         return (blocks @ vectors.reshape(*blocks.shape[:3], 1)).reshape(vectors.shape)
     probs = _class_probs(likelihood, predictions)
     v = vectors.reshape(probs.shape)
@@ -225,7 +243,7 @@ class OutputHessians:
     def total(self) -> Tensor:
         """Return `sum_n c_n H_n`, `(C, C)`."""
         if (probs := self._probs()) is None:
-            blocks = output_hessian(self.likelihood, self.predictions)
+            blocks = hessian_blocks(self.likelihood, self.predictions)
             return torch.block_diag(*self._weighted(blocks).sum(0))
         # Its rows sum to zero, so that no `1 - p` is needed: off the diagonal `-sum_n p_i p_j`.
         products = self._weighted(probs).mT @ probs
@@ -236,7 +254,7 @@ class OutputHessians:
     def diagonals(self) -> Tensor:
         """Return `c_n diag(H_n)`, `(n, C)`."""
         if self._probs() is None:
-            blocks = output_hessian(self.likelihood, self.predictions)
+            blocks = hessian_blocks(self.likelihood, self.predictions)
             return self._weighted(blocks.diagonal(dim1=-2, dim2=-1).flatten(1))
         # In double precision, because of `1 - p`.
         probs = self.predictions.double().softmax(-1)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.errors import warn
-from tyxe.likelihoods import Likelihood, output_hessian
-from tyxe.likelihoods.output_hessian import true_gradient
+from tyxe.likelihoods import Likelihood
+from tyxe.likelihoods.output_hessian import hessian_blocks, true_gradient
 from tyxe.linalg import Dense, Diagonal, Operator
 
 # A mean, `(P,)`, and a precision.
@@ -75,7 +75,7 @@ class LinearModel:
     def local(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return `r_n = d log p(y_n|f_n) / df_n`, `(N, K)`, and `H_n`, blocks `(N, R, C, C)`."""
         residuals = true_gradient(self.likelihood, outputs, self.targets)
-        return residuals.reshape(len(outputs), -1), output_hessian(self.likelihood, outputs)
+        return residuals.reshape(len(outputs), -1), hessian_blocks(self.likelihood, outputs)
 
     def curvature_matmul(self, blocks: Tensor, w: Tensor) -> Tensor:
         """Return `(sum_n J_n^T H_n J_n + P0) w` for blocks `H`, `(N, R, C, C)`, as products."""
