@@ -16,10 +16,12 @@ from tyxe.likelihoods import (
     Censored,
     HeteroskedasticGaussian,
     HomoskedasticGaussian,
+    Likelihood,
     NegativeBinomial,
     Ordinal,
     Poisson,
     StudentT,
+    output_hessian,
 )
 from tyxe.testing import LIKELIHOODS, LikelihoodCase, check_likelihood
 
@@ -63,6 +65,96 @@ def test_the_contract_finds_faults():
     for faulty in (Halved, Unscaled, Scalar):
         with pytest.raises((AssertionError, IndexError)):
             check_likelihood(LikelihoodCase(faulty, matches_variance=False))
+
+
+class Angles(Likelihood):
+    """Directions about the one that the net predicts."""
+
+    concentration = 4.0
+
+    def predictive_distribution(self, predictions, latents=None):
+        return dist.VonMises(predictions, predictions.new_tensor(self.concentration))
+
+    def point_error(self, predictions, targets):
+        return 1 - (predictions - targets).cos()
+
+    def aggregate_predictions(self, predictions, dim=0, latents=None):
+        return torch.atan2(predictions.sin().mean(dim), predictions.cos().mean(dim))
+
+
+class Turned(Angles):
+    def sample(self, predictions, sample_shape=(), latents=None):
+        return super().sample(predictions + 0.2, sample_shape, latents)
+
+
+def test_angles_have_no_mean_of_numbers():
+    check_likelihood(LikelihoodCase(Angles, (2,), (2,), matches_mean=False))
+    with pytest.raises(AssertionError, match="mean of the mixture"):
+        check_likelihood(LikelihoodCase(Angles, (2,), (2,)))
+    with pytest.raises(AssertionError, match="mean gradient of log_prob at samples"):
+        check_likelihood(LikelihoodCase(Turned, (2,), (2,), matches_mean=False))
+
+
+class Doubled(Poisson):
+    pass
+
+
+class Uncoupled(Categorical):
+    pass
+
+
+@output_hessian.register
+def _(likelihood: Doubled, predictions, latents=None):
+    return 2 * predictions.exp()[..., None, None]
+
+
+@output_hessian.register
+def _(likelihood: Uncoupled, predictions, latents=None):
+    probs = predictions.softmax(-1)
+    return torch.diag_embed(probs * (1 - probs)).unsqueeze(1)
+
+
+@pytest.mark.parametrize(
+    "case", [LikelihoodCase(Doubled, (2,), (2,), False), LikelihoodCase(Uncoupled, (3,))]
+)
+def test_the_contract_finds_wrong_output_hessians(case):
+    with pytest.raises(AssertionError, match="the registered output Hessian"):
+        check_likelihood(case)
+
+
+class Fixed(Likelihood):
+    """Gaussian noise whose inferred scale has a prior of float32 numbers."""
+
+    def latent_priors(self):
+        return {"scale": dist.LogNormal(0.0, 0.5)}
+
+    def predictive_distribution(self, predictions, latents=None):
+        if not latents:
+            raise ValueError("the scale has no value")
+        return dist.Normal(predictions, latents["scale"].to(predictions.dtype))
+
+    def point_error(self, predictions, targets):
+        return (predictions - targets).square()
+
+    def aggregate_predictions(self, predictions, dim=0, latents=None):
+        if not latents:
+            raise ValueError("the scale has no value")
+        return predictions.mean(dim)
+
+
+class Moving(Fixed):
+    def __init__(self, dataset_size=None):
+        super().__init__(dataset_size)
+        self.register_buffer("spread", torch.tensor(0.5))
+
+    def latent_priors(self):
+        return {"scale": dist.LogNormal(0.0 * self.spread, self.spread)}
+
+
+def test_a_latent_follows_the_dtype_by_buffers():
+    check_likelihood(LikelihoodCase(Moving, (2,), (2,), matches_variance=False))
+    with pytest.raises(AssertionError, match="keep the numbers of its prior by register_buffer"):
+        check_likelihood(LikelihoodCase(Fixed, (2,), (2,), matches_variance=False))
 
 
 # --- bad input ----------------------------------------------------------------------------------

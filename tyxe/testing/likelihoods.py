@@ -25,7 +25,9 @@ from tyxe.likelihoods import (
     Ordinal,
     Poisson,
     StudentT,
+    output_hessian,
 )
+from tyxe.likelihoods.output_hessian import hessian_blocks, sampled_gradient
 from tyxe.testing.asserts import assert_close, assert_raises, assert_within
 from tyxe.util import without_events
 
@@ -41,12 +43,16 @@ class LikelihoodCase:
         output_shape: shape of the net's output for one point.
         target_shape: shape of one point's target.
         matches_variance: aggregation keeps the variance of the mixture, and not only its mean.
+        matches_mean: aggregation keeps the mean of the mixture, and samples have the mean of their
+            distribution. It is False for angles, whose mean direction is no mean of numbers. Then
+            variances are not compared either.
     """
 
     build: Callable[[Any], Likelihood]
     output_shape: tuple[int, ...] = ()
     target_shape: tuple[int, ...] = ()
     matches_variance: bool = True
+    matches_mean: bool = True
 
 
 def _noisy(*shape: int, **noise: Any) -> LikelihoodCase:
@@ -110,9 +116,10 @@ def check_likelihood(case: LikelihoodCase, num_points: int = 5, num_draws: int =
     _check_site(likelihood, predictions[0], targets)
     _check_points(likelihood, predictions[0], targets)
     _check_one_draw(likelihood, predictions[:1], targets)
-    _check_many_draws(likelihood, predictions, case.matches_variance)
+    _check_many_draws(likelihood, predictions, case)
     _check_mixture(likelihood, predictions, targets)
-    _check_samples(likelihood, predictions[0])
+    _check_samples(likelihood, predictions[0], case.matches_mean)
+    _check_output_hessian(likelihood, predictions[0])
     _check_wrong_shapes(likelihood, predictions[0], targets)
     _check_dtypes(likelihood, predictions[0], targets)
     _check_missing(likelihood, predictions, targets)
@@ -167,7 +174,10 @@ def _check_site(likelihood: Likelihood, predictions: Tensor, targets: Tensor) ->
         assert not node["is_observed"], f"{name!r} is not latent"
         assert node["scale"] == 1.0, f"the log-probability of {name!r} is scaled"
         dtype = latents[name].dtype
-        assert dtype == predictions.dtype, f"{name!r} is {dtype}"
+        assert dtype == predictions.dtype, (
+            f"{name!r} is {dtype} after likelihood.to({predictions.dtype}): keep the numbers of "
+            "its prior by register_buffer, and make the distribution of them in latent_priors"
+        )
     log_likelihood = likelihood.log_likelihood(predictions, targets, "sum", latents)
     assert_close(site["log_prob_sum"], factor * log_likelihood, "the site's log-probability")
 
@@ -213,7 +223,7 @@ def _probabilities(distribution: td.Distribution) -> Tensor:
     return distribution.log_prob(distribution.enumerate_support(expand=False)).exp()
 
 
-def _check_many_draws(likelihood: Likelihood, predictions: Tensor, variance: bool) -> None:
+def _check_many_draws(likelihood: Likelihood, predictions: Tensor, case: LikelihoodCase) -> None:
     each = [_elementwise(likelihood, one) for one in predictions]
     combined = _elementwise(likelihood, _aggregated(likelihood, predictions))
     again = _elementwise(likelihood, _aggregated(likelihood, predictions.transpose(0, 1), 1))
@@ -222,10 +232,12 @@ def _check_many_draws(likelihood: Likelihood, predictions: Tensor, variance: boo
         assert_close(_probabilities(combined), expected, "probabilities of the mixture")
         assert_close(_probabilities(again), expected, "draws along dimension 1")
         return
+    assert_close(again.mean, combined.mean, "draws along dimension 1")
+    if not case.matches_mean:
+        return
     means = torch.stack([one.mean for one in each])
     assert_close(combined.mean, means.mean(0), "mean of the mixture")
-    assert_close(again.mean, means.mean(0), "draws along dimension 1")
-    if variance:
+    if case.matches_variance:
         inner = torch.stack([one.variance for one in each]).mean(0)
         expected = inner + means.var(0, correction=0)
         assert_close(combined.variance, expected, "variance of the mixture")
@@ -245,7 +257,7 @@ def _check_mixture(likelihood: Likelihood, predictions: Tensor, targets: Tensor)
     assert_close(actual, expected, "log of the mean probability")
 
 
-def _check_samples(likelihood: Likelihood, predictions: Tensor) -> None:
+def _check_samples(likelihood: Likelihood, predictions: Tensor, have_mean: bool) -> None:
     drawn = likelihood.sample(predictions, (NUM_SAMPLES,), likelihood.prior_means())
     samples = likelihood.targets_of(drawn)
     distribution = _elementwise(likelihood, predictions)
@@ -256,12 +268,42 @@ def _check_samples(likelihood: Likelihood, predictions: Tensor) -> None:
         error = (expected * (1 - expected) / NUM_SAMPLES).sqrt()
         assert_within(frequencies, expected, error, "frequencies of samples")
         return
+    if not have_mean:
+        gradients = _sampled_gradients(likelihood, predictions)
+        error = gradients.std(0) / math.sqrt(NUM_SAMPLES)
+        zeros = torch.zeros_like(error)
+        assert_within(gradients.mean(0), zeros, error, "mean gradient of log_prob at samples")
+        return
     mean, variance = distribution.mean, distribution.variance
     error = (variance / NUM_SAMPLES).sqrt()
     assert_within(samples.mean(0), mean, error, "mean of samples")
     squares = (samples - mean).square()
     error = squares.std(0) / math.sqrt(NUM_SAMPLES)
     assert_within(squares.mean(0), variance, error, "variance of samples")
+
+
+def _check_output_hessian(likelihood: Likelihood, predictions: Tensor) -> None:
+    """Compare a registered output Hessian with `E r r^T` over samples, with `r` by autograd."""
+    if output_hessian.dispatch(type(likelihood)) is output_hessian.dispatch(object):
+        return
+    latents = likelihood.prior_means()
+    blocks = hessian_blocks(likelihood, predictions, latents)
+    expected = torch.stack([torch.block_diag(*of_point) for of_point in blocks])
+    gradients = _sampled_gradients(likelihood, predictions)
+    products = gradients.unsqueeze(-1) * gradients.unsqueeze(-2)
+    # A rare class may have no sample at all: three of its largest products are allowed for.
+    largest = gradients.abs().amax((0, 1))
+    error = products.std(0) / math.sqrt(NUM_SAMPLES)
+    error = error + 3 * largest.outer(largest) / NUM_SAMPLES
+    what = "the Fisher information of samples, and the registered output Hessian"
+    assert_within(products.mean(0), expected, error, what)
+
+
+def _sampled_gradients(likelihood: Likelihood, predictions: Tensor) -> Tensor:
+    """Return `d log p(y|f) / df` at samples, `(NUM_SAMPLES, n, outputs)`."""
+    many = predictions.repeat(NUM_SAMPLES, *[1] * (predictions.dim() - 1))
+    found = sampled_gradient(likelihood, many, likelihood.prior_means())
+    return found.reshape(NUM_SAMPLES, len(predictions), -1)
 
 
 def _check_wrong_shapes(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
