@@ -76,8 +76,9 @@ class CompiledSteps:
         tensors = tensors_of(objective.bnn)
         trained = {name: t for name, t in tensors.items() if t.requires_grad}
         others = {name: t for name, t in tensors.items() if name not in trained}
-        factors = [beta, 1.0 if load is None else load]
-        weight = torch.tensor(factors, device=next(iter(trained.values())).device)
+        # By fills, since a copy of numbers of the host would make it wait.
+        weight = torch.full((2,), beta, device=next(iter(trained.values())).device)
+        weight[1].fill_(1.0 if load is None else load)
         held = [value.detach() for value in (*trained.values(), *others.values())]
         given = [*held[: len(trained)]], [*held[len(trained) :]], (inputs, targets), weight
         # Handlers may have the weight from elsewhere.

@@ -191,7 +191,6 @@ class StackedObjectives:
     def gradients(self, batches: Sequence[Batch], beta: float) -> tuple[Tensor, Tensor]:
         """Set the gradients of the parameters, and return data terms and KLs, one for each BNN."""
         loads = [own.load_of(t) for own, (_, t) in zip(self._weights, batches, strict=True)]
-        factors = [[beta, 1.0 if load is None else load] for load in loads]
         batches = alike_batches(batches)
         shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(each)] for each in batches]
         if None in shapes[0] or any(row != shapes[0] for row in shapes):
@@ -202,7 +201,10 @@ class StackedObjectives:
         batch = tree_map(lambda *parts: torch.stack(parts), *batches)
         values = {name: p.detach() for name, p in self.parameters.items()}
         device = next(iter(values.values())).device
-        given = values, self._constants, batch, torch.tensor(factors, device=device)
+        factors = torch.full((len(batches), 2), beta, device=device)
+        for row, load in zip(factors, loads, strict=True):
+            row[1].fill_(1.0 if load is None else load)
+        given = values, self._constants, batch, factors
         kind = kind_of_batch(batch)
         if kind not in self._programs:
             self._programs[kind] = self._traced(given, batches[0])
