@@ -66,6 +66,7 @@ def quantiles(n):
     return (mean - scale, mean + 0.3 * scale), y
 
 
+randomized = functools.partial(SplitConformal, "aps", randomized=True)
 SCORES = {"lac": probabilities, "aps": probabilities, "normalized": pairs, "cqr": quantiles}
 
 
@@ -75,13 +76,35 @@ def test_coverage_is_within_its_band(score, level):
     calibration, new, simulations = 39, 1, 1_500
     covered = 0
     for _ in range(simulations):
-        conformal = SplitConformal(score, level).fit(*SCORES[score](calibration))
+        make = randomized if score == "aps" else functools.partial(SplitConformal, score)
+        conformal = make(level=level).fit(*SCORES[score](calibration))
         predictions, y = SCORES[score](new)
         covered += coverage(conformal.predict(predictions), y)
     exact = math.ceil((calibration + 1) * level - 1e-9) / (calibration + 1)
     assert level <= exact <= level + 1 / (calibration + 1)
     low, high = stats.binom.interval(0.999, simulations, exact)
     assert low <= covered <= high
+
+
+@pytest.mark.parametrize("level", [0.3, 0.7, 0.9])
+def test_default_sets_of_classes_are_the_same_each_time_and_cover(level):
+    covered = 0
+    for _ in range(1_500):
+        conformal = SplitConformal(level=level).fit(*probabilities(39))
+        probs, y = probabilities(3)
+        sets = conformal.predict(probs)
+        assert torch.equal(sets, conformal.predict(probs))
+        assert torch.equal(sets[1:2], conformal.predict(probs[1:2]))
+        assert bool(sets.gather(1, probs.argmax(1, keepdim=True)).all())
+        covered += coverage(sets[:1], y[:1])
+    # More than the level, where the most likely class is right more often.
+    assert covered >= stats.binom.ppf(0.001, 1_500, level)
+
+
+def test_random_sets_differ_from_call_to_call():
+    conformal = randomized(level=0.7).fit(*probabilities(200))
+    probs, _ = probabilities(200)
+    assert not torch.equal(conformal.predict(probs), conformal.predict(probs))
 
 
 def test_thresholds_by_hand():
@@ -91,10 +114,11 @@ def test_thresholds_by_hand():
     assert lac.threshold == pytest.approx(0.7)  # the 8th of 9: 6 of .4, 2 of .7, one of .9
     assert lac.predict(probs[:1]).tolist() == [[True, True, False]]
     assert size(lac.predict(probs)) == 2
-    aps = SplitConformal(level=0.8, randomized=False).fit(probs, y)
+    aps = SplitConformal(level=0.8).fit(probs, y)
     assert aps.score == "aps"
-    assert aps.threshold == pytest.approx(0.9)  # .6, .9, 1
-    assert aps.predict(torch.tensor([[0.1, 0.2, 0.7]])).tolist() == [[False, True, True]]
+    assert aps.threshold == pytest.approx(0.6)  # 0, .6, .9
+    assert aps.predict(torch.tensor([[0.1, 0.4, 0.5]])).tolist() == [[False, True, True]]
+    assert aps.predict(torch.tensor([[0.1, 0.2, 0.7]])).tolist() == [[False, False, True]]
     mean, scale, targets = torch.zeros(4), torch.ones(4), torch.tensor([1.0, -2.0, 3.0, 0.5])
     conformal = SplitConformal(level=0.6).fit((mean, scale), targets)
     lower, upper = conformal.predict((mean, 2 * scale))

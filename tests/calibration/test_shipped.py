@@ -44,7 +44,7 @@ counts = made(tyxe.likelihoods.Poisson, 1)
 INTERVALS = partial(SplitConformal, level=0.8)
 CASES = {
     "temperature": (TemperatureScaling, classifier, CLASSES),
-    "sets": (partial(SplitConformal, "aps", 0.8, False), classifier, CLASSES),
+    "sets": (partial(SplitConformal, "aps", 0.8), classifier, CLASSES),
     "factor": (ScaleFactor, regression, NUMBERS),
     "factor of predicted noise": (ScaleFactor, predicted_noise, NUMBERS),
     "intervals": (INTERVALS, regression, NUMBERS),
@@ -145,7 +145,7 @@ def test_a_last_layer_in_closed_form_is_calibrated():
 
 
 PAIRS_OF_CALIBRATORS = {
-    "classes": (TemperatureScaling, partial(SplitConformal, "aps", 0.8, False), "sets"),
+    "classes": (TemperatureScaling, partial(SplitConformal, "aps", 0.8), "sets"),
     "numbers": (ScaleFactor, partial(SplitConformal, "cqr", 0.8), "factor of predicted noise"),
 }
 

@@ -28,19 +28,21 @@ class SplitConformal(Calibrator):
     """Sets or intervals that hold the target with a given probability, for any predictions.
 
     For `n` held-out points and a new one that are exchangeable, the probability is between `level`
-    and `level + 1 / (n + 1)`, on average over such points, and not for each kind of input. Better
-    predictions give smaller sets.
+    and `level + 1 / (n + 1)`, or above where scores are equal, on average over such points, and not
+    for each kind of input. Better predictions give smaller sets.
 
     Args:
-        score: for classes, from probabilities `(n, C)`: `"aps"`, the probability of the class and
-            all that are more likely (the default), or `"lac"`, one minus that of the class, whose
-            sets are the smallest on average; for numbers: `"normalized"`, `|y - mu| / sigma`, from
-            `(mean, scale)` (the default for pairs), or `"cqr"`, from two quantiles
-            `(lower, upper)`, for a BNN those of a Normal. For several numbers `(n, ...)` the
-            intervals hold all at once.
+        score: for classes, from probabilities `(n, C)`: `"aps"`, the probability of all classes
+            that are more likely (the default), or `"lac"`, one minus that of the class, whose sets
+            are the smallest on average, and may be empty; for numbers: `"normalized"`,
+            `|y - mu| / sigma`, from `(mean, scale)` (the default for pairs), or `"cqr"`, from two
+            quantiles `(lower, upper)`, for a BNN those of a Normal. For several numbers `(n, ...)`
+            the intervals hold all at once.
         level: the probability, between 0 and 1.
-        randomized: in `"aps"`, count a random part of the class itself, as in the paper, by torch's
-            generator. Otherwise all of it counts, and sets are the same each time.
+        randomized: in `"aps"`, count a random part of the class itself too, as in the paper, by
+            torch's generator, also in an exported module: no scores are equal, and sets differ from
+            call to call and may be empty. By default none of it counts, so sets are the same each
+            time and hold the most likely class.
 
     Attributes:
         threshold: the largest score inside a set; None before `fit`.
@@ -63,7 +65,7 @@ class SplitConformal(Calibrator):
     replaces = False
 
     def __init__(
-        self, score: str | None = None, level: float = 0.9, randomized: bool = True
+        self, score: str | None = None, level: float = 0.9, randomized: bool = False
     ) -> None:
         if score is not None:
             check.choice("score", score, (*CLASS_SCORES, *NUMBER_SCORES))
@@ -118,8 +120,9 @@ class SplitConformal(Calibrator):
         if kind == "lac":
             return 1 - probs
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        share = torch.rand(len(probs), 1, device=probs.device).to(probs) if self.randomized else 1.0
-        scores = ordered.cumsum(-1) - ordered + share * ordered
+        scores = ordered.cumsum(-1) - ordered
+        if self.randomized:
+            scores = scores + torch.rand(len(probs), 1, device=probs.device).to(probs) * ordered
         return torch.empty_like(probs).scatter(-1, order, scores)
 
 
