@@ -60,9 +60,10 @@ def operator_state(operator: Operator) -> dict[str, Tensor]:
         }
     names = {structure: name for name, structure in STATE_NAMES.items()}
     if type(operator) not in names:
+        kind = type(operator).__name__
         raise TypeError(
-            f"{type(operator).__name__} has no name in a state: give it one in "
-            "tyxe.linalg.state.STATE_NAMES"
+            f"{kind} has no name in a state: give it one in each program that saves or loads it, "
+            f'tyxe.linalg.state.STATE_NAMES["{kind.lower()}"] = {kind}'
         )
     prefix = names[type(operator)]
     return {f"{prefix}.{name}": value for name, value in operator.detach()._fields().items()}
