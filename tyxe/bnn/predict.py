@@ -349,9 +349,10 @@ class SupervisedBNN(Derived, PosteriorBNN):
         """Return error and log-likelihood on data with targets.
 
         The log-likelihood is that of the mixture over draws, `log 1/S sum_s p(y|f_s)`, in nats. For
-        Gaussian outputs it is over samples of them, or without any with Gaussian noise. For the
-        links `"probit"` and `"bridge"` it is that of the aggregated prediction. Arguments and
-        errors that are not listed are those of `predict`.
+        Gaussian outputs it is over samples of them, or without any with Gaussian noise, and a
+        product over the positions of a point, such as steps of a series: `predictive="bnn"` scores
+        them together. For the links `"probit"` and `"bridge"` it is that of the aggregated
+        prediction. Arguments and errors that are not listed are those of `predict`.
 
         Args:
             input_data: a batch of inputs, or a loader or list of `(inputs, targets)`, or of

@@ -30,6 +30,9 @@ from tyxe.util import at_least_float32
 class PredictiveMixture(td.Distribution):
     """A mixture of distributions of the same shapes, such as those of targets at several draws.
 
+    Its `mean` is the average of theirs, also for angles, where that of `bnn.predict` is as the
+    likelihood's `aggregate_predictions` defines it.
+
     Args:
         parts: the distributions.
         weights: weights of the parts, `(S,)`, which sum to one; equal by default.
