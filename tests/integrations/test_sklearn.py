@@ -94,7 +94,15 @@ def last_layer(*parts, loader):
     return bnn
 
 
-def mean_field(*parts, loader, beta=0.1, **options):
+def swag(*parts, loader, beta):
+    return trained(tyxe.SWAG_BNN(*parts), loader, epochs=80, beta=beta)
+
+
+def most_probable(*parts, loader, beta):
+    return trained(tyxe.VariationalBNN(*parts, AutoDelta), loader, beta=beta)
+
+
+def mean_field(*parts, loader, beta, **options):
     bnn = tyxe.VariationalBNN(*parts, partial(tyxe.guides.AutoNormal, init_scale=0.01))
     return trained(bnn, loader, tyxe.poutine.local_reparameterization, beta=beta, **options)
 
@@ -103,12 +111,12 @@ def dropout(net, prior, likelihood, loader):
     return trained(tyxe.DropoutBNN(net, likelihood), loader)
 
 
-def ensemble(net, *parts, loader):
+def ensemble(net, *parts, loader, beta):
     def member(index):
         own = tyxe.util.reset_parameters_(copy.deepcopy(net))
         return tyxe.VariationalBNN(own, *parts, AutoDelta)
 
-    return trained(tyxe.EnsembleBNN(member, 5), loader, epochs=10, beta=0.1)
+    return trained(tyxe.EnsembleBNN(member, 5), loader, epochs=10, beta=beta)
 
 
 def nuts(net, prior, likelihood, loader):
@@ -124,9 +132,9 @@ PLAIN = {
     "laplace": laplace,
     "last_layer_laplace": last_layer,
     "mean_field": mean_field,
-    "map": lambda *parts, loader: trained(tyxe.VariationalBNN(*parts, AutoDelta), loader, beta=0.1),
+    "map": most_probable,
     "ensemble": ensemble,
-    "swag": lambda *parts, loader: trained(tyxe.SWAG_BNN(*parts), loader, epochs=80, beta=0.1),
+    "swag": swag,
     "dropout": dropout,
     "nuts": nuts,
 }
@@ -150,7 +158,8 @@ def plain(method, x, y, likelihood, outputs):
     drops = [nn.Dropout(0.1)] if method == "dropout" else []
     layers = [layer for pair in pairwise(ends) for layer in (nn.Linear(*pair), nn.Tanh(), *drops)]
     net = nn.Sequential(*layers[: -1 - len(drops)]).double()
-    bnn = PLAIN[method](net, prior, likelihood, loader=batches(x, y))
+    weight = {"beta": 0.1 if likelihood.has_classes else 1.0} if METHODS[method].beta else {}
+    bnn = PLAIN[method](net, prior, likelihood, loader=batches(x, y), **weight)
     torch.manual_seed(SEED + 1)
     count = 0 if method in ("map", "ensemble") else 32
     return bnn.predict(x, num_predictions=count, batch_size=16, link="probit")
