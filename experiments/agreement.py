@@ -202,7 +202,7 @@ def figure(record):
             cells = record.of(name, method).values()
             if values := [cell[key] for cell in cells if math.isfinite(cell.get(key, math.nan))]:
                 rows[method] = values
-        order = [*ROWS]
+        order = [method for method in ROWS if method in record.names(1)]
         for method, values in rows.items():
             height = -order.index(method)
             ax.plot([sum(values) / len(values)], [height], "o", color="C0", markersize=5)

@@ -313,7 +313,7 @@ def against(record, names, cost):
     return points
 
 
-def draw(ax, points):
+def draw(ax, points, numbers):
     """Draw rows as their numbers, the Pareto front in red; what is far above is at the top."""
     best, scores = front(points), sorted(score for _, score in points.values())
     low, middle = scores[0], statistics.median(scores)
@@ -321,7 +321,7 @@ def draw(ax, points):
     ends = [*(points[row] for row in best), (1.3 * max(x for x, _ in points.values()), low)]
     ax.step(*zip(*ends, strict=True), where="post", color="C3", alpha=0.4)
     for row, (x, y) in points.items():
-        text = f"{[*METHODS].index(row) + 1}{'↑' * (y > top)}"
+        text = f"{numbers[row]}{'↑' * (y > top)}"
         look = {"color": "C3", "weight": "bold"} if row in best else {"color": "0.3"}
         ax.annotate(text, (x, min(y, top)), ha="center", va="center", fontsize=9, **look)
     ax.set(xscale="log", ylim=(low - 0.1 * (top - low), top + 0.1 * (top - low)))
@@ -333,17 +333,18 @@ def draw(ax, points):
 
 def drawn(record, cost):
     """Draw the NLL against a cost, a panel for each family of sets, and the rows' numbers."""
-    panels = families(record)
+    panels, known = families(record), record.names(1)
+    numbers = {row: n for n, row in enumerate((row for row in METHODS if row in known), 1)}
     across = min(len(panels) + 1, 3)
     down = -(-(len(panels) + 1) // across)
     figure, axes = tables.subplots(down, across, figsize=(4.2 * across, 3.6 * down), squeeze=False)
     for ax, (family, names) in zip(axes.flat, panels.items(), strict=False):
-        draw(ax, against(record, names, cost))
+        draw(ax, against(record, names, cost), numbers)
         ax.set(title=family, xlabel=f"{cost} time in units of ML's")
         ax.set_ylabel("test NLL" if len(names) == 1 else "test NLL less ML's, mean of sets")
     for ax in axes.flat[len(panels) :]:
         ax.set_axis_off()
-    text = "\n".join(f"{number}  {row}" for number, row in enumerate(METHODS, 1))
+    text = "\n".join(f"{number}  {row}" for row, number in numbers.items())
     axes.flat[len(panels)].text(0.05, 1.0, text, va="top", fontsize=8)
     return figure
 
