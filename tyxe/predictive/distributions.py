@@ -21,7 +21,7 @@ from tyxe.likelihoods import (
 )
 from tyxe.likelihoods.joint import of_part
 from tyxe.likelihoods.reductions import log_mean_exp, mean_over
-from tyxe.predictive.evaluation import needs_samples, whitened
+from tyxe.predictive.evaluation import needs_samples, noises_of, whitened
 from tyxe.predictive.gaussian import GaussianOutputs, gaussian_parts, predict_from_gaussian
 from tyxe.threads import exclusive
 from tyxe.util import at_least_float32
@@ -193,19 +193,11 @@ def _by_link(likelihood: Likelihood, outputs: GaussianOutputs) -> Any:
 
 @gaussian_distribution.register
 def _(likelihood: HomoskedasticGaussian, outputs: GaussianOutputs) -> Any:
-    latents = outputs.options.latents
-    each = []
-    for s in range(max((len(v) for v in latents.values()), default=1)):
-        noise = likelihood.scale_of({n: v[s] for n, v in latents.items()}, outputs.mean)
-        each.append(_normal(outputs, noise.to(outputs.mean.dtype)))
-    return mixture(each)
-
-
-def _normal(outputs: GaussianOutputs, noise: Tensor) -> td.Distribution:
-    mean, covariance = at_least_float32(outputs.mean), at_least_float32(outputs.covariance)
+    mean, covariance = at_least_float32((outputs.mean, outputs.covariance))
     if not outputs.options.num_samples:
         covariance = torch.zeros_like(covariance)
-    return over_points(normal_of_numbers(mean, covariance, noise))
+    noises = noises_of(likelihood, outputs)
+    return mixture([over_points(normal_of_numbers(mean, covariance, one)) for one in noises])
 
 
 def normal_of_numbers(mean: Tensor, covariance: Tensor, noise: Tensor) -> td.Distribution:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tyxe.data import Targets, trailing
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
 from tyxe.likelihoods.base import Predictions
+from tyxe.likelihoods.reductions import log_mean_exp
 from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions, predict_from_gaussian
 from tyxe.util import at_least_float32, precise
 
@@ -151,30 +152,43 @@ def _(
     targets: Tensor | Targets,
     prediction: Any,
 ) -> Tensor:
-    mean, covariance, options = outputs
-    counted = likelihood.observed(targets)
-    residual = at_least_float32(counted.values.to(mean.dtype) - mean)
-    once = replace(counted, weights=None).counts_within()
-    kept = torch.ones_like(residual) if once is None else once.to(residual)
-    residual = residual * kept
-    by_point = kept.view(*kept.shape[:1], 1) if kept.dim() == 1 else kept
-    covariance = at_least_float32(covariance) * by_point.unsqueeze(-1) * by_point.unsqueeze(-2)
-    if not options.num_samples:
+    mean, covariance = at_least_float32((outputs.mean, outputs.covariance))
+    if not outputs.options.num_samples:
         covariance = torch.zeros_like(covariance)
-    draws = max((len(v) for v in options.latents.values()), default=1)
-    each = []
-    for s in range(draws):
-        noise = likelihood.scale_of({n: v[s] for n, v in options.latents.items()}, residual)
-        logs = log_normal(residual, covariance, noise.to(residual.dtype), by_point)
-        each.append(logs.reshape(len(logs), -1).sum(1).to(residual.dtype))
-    return torch.stack(each).logsumexp(0) - math.log(draws)
+    draws = noises_of(likelihood, outputs)
+    logs = log_normals(likelihood, targets, [mean] * len(draws), covariance, draws)
+    return log_mean_exp(logs.view(*logs.shape[:2], -1).sum(-1), 0).to(mean.dtype)
 
 
-def log_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
-    """Return `log N(r; 0, C + diag(noise^2))` along the last dimension, in double precision.
+def noises_of(likelihood: HomoskedasticGaussian, outputs: GaussianOutputs) -> list[Tensor]:
+    """Return the scale of the noise at each draw of the likelihood's variables."""
+    mean, latents = at_least_float32(outputs.mean), outputs.options.latents
+    draws = range(max((len(v) for v in latents.values()), default=1))
+    each = ({name: v[s] for name, v in latents.items()} for s in draws)
+    return [likelihood.scale_of(own, mean).to(mean.dtype) for own in each]
 
-    Where `kept` is 0 residual and covariance are too, and the dimension is left out.
+
+def log_normals(
+    likelihood: Likelihood, targets: Any, locs: Any, covariance: Tensor, noises: Any
+) -> Tensor:
+    """Return `log N(y; loc, C + diag(noise^2))` for each location and noise, `(K, n, ...)`.
+
+    They are of numbers along the last dimension, without those that are missing, in double
+    precision.
     """
+    counted = likelihood.observed(targets)
+    values = counted.values.to(locs[0])
+    once = replace(counted, weights=None).counts_within()
+    kept = torch.ones_like(values) if once is None else once.to(values)
+    by_point = kept.view(-1, 1) if kept.dim() == 1 else kept
+    covariance = covariance * by_point.unsqueeze(-1) * by_point.unsqueeze(-2)
+    pairs = zip(locs, noises, strict=True)
+    each = [_log_normal((values - a) * kept, covariance, s, by_point) for a, s in pairs]
+    return torch.stack(each)
+
+
+def _log_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
+    # Where `kept` is 0 residual and covariance are too, and the dimension is left out.
     scale = noise.expand_as(residual)
     white = residual / scale
     if residual.dim() == 1:

@@ -6,7 +6,6 @@ over these outputs, at nodes that are the same for all points: Gauss-Hermite for
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from tyxe.predictive.distributions import (
     normal_of_numbers,
     over_points,
 )
-from tyxe.predictive.evaluation import gaussian_log_likelihood, log_normal
+from tyxe.predictive.evaluation import gaussian_log_likelihood, log_normals
 from tyxe.predictive.gaussian import GaussianOutputs, gaussian_prediction
 from tyxe.predictive.links import square_root
 from tyxe.util import at_least_float32, precise
@@ -32,20 +31,14 @@ from tyxe.util import at_least_float32, precise
 NUM_NODES = 64
 
 
-def gauss_hermite() -> tuple[Tensor, Tensor]:
-    """Return nodes and weights, `(K,)`, for the mean over a standard Normal [Golub & Welsch]."""
-    off = torch.arange(1, NUM_NODES, dtype=torch.float64, device="cpu").sqrt()
-    nodes, vectors = torch.linalg.eigh(off.diag(1) + off.diag(-1))
-    return nodes, vectors[0].square()
-
-
 def _nodes(size: int, count: int) -> tuple[Tensor, Tensor]:
     """Return nodes `(K, size)` of mean 0 and covariance I, and their weights; at 0 for no draws."""
     if not count:
         return torch.zeros(1, size, device="cpu"), torch.ones(1, device="cpu")
-    if size == 1:
-        nodes, weights = gauss_hermite()
-        return nodes[:, None], weights
+    if size == 1:  # Golub & Welsch (1969)
+        off = torch.arange(1, NUM_NODES, dtype=torch.float64, device="cpu").sqrt()
+        nodes, vectors = torch.linalg.eigh(off.diag(1) + off.diag(-1))
+        return nodes[:, None], vectors[0].square()
     half = max(count // 2, 4 * size)
     uniform = torch.quasirandom.SobolEngine(size, scramble=True, seed=0).draw(half).double()
     normal = torch.special.ndtri(torch.cat([uniform, 1 - uniform]))
@@ -78,7 +71,7 @@ def _given_scales(
 def _(likelihood: HeteroskedasticGaussian, outputs: GaussianOutputs) -> Tensor:
     # The moments need each output alone, and nodes have the moments of a Normal.
     mean, variance = at_least_float32(outputs.mean), at_least_float32(outputs.variance())
-    nodes, weights = (each.to(mean) for each in gauss_hermite())
+    nodes, weights = (each.to(mean) for each in _nodes(1, 1))
     far = variance.clamp_min(0).sqrt() * nodes.view(-1, *[1] * mean.dim())
     return likelihood.aggregate_predictions(mean + far, 0, None, weights)
 
@@ -91,14 +84,8 @@ def _(
     prediction: Any,
 ) -> Tensor:
     loc, covariance, noise, weights = _given_scales(likelihood, outputs)
-    counted = likelihood.observed(targets)
-    once = replace(counted, weights=None).counts_within()
-    kept = torch.ones_like(loc[0]) if once is None else once.to(loc)
-    residual = (counted.values.to(loc) - loc) * kept
-    covariance = covariance * kept.unsqueeze(-1) * kept.unsqueeze(-2)
-    each = [log_normal(r, covariance, s, kept) for r, s in zip(residual, noise, strict=True)]
-    logs = log_mean_exp(torch.stack(each), 0, weights)
-    return logs.reshape(len(kept), -1).sum(1).to(loc.dtype)
+    logs = log_mean_exp(log_normals(likelihood, targets, loc, covariance, noise), 0, weights)
+    return logs.view(len(logs), -1).sum(1).to(loc.dtype)
 
 
 @gaussian_distribution.register
