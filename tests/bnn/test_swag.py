@@ -56,6 +56,22 @@ def points(bnn):
 # --------------------------------------------------------------------------- snapshots
 
 
+def test_patience_begins_once_there_is_a_posterior():
+    x, y = data()  # the better the fit, the worse for other signs
+    options = {"validation": [(x, -y)], "patience": 3}
+    bnn = make()
+    history = bnn.fit(loader(), SGD, 40, start=0.5, **options)
+    assert max(history.validation) == history.validation[0]
+    assert len(history.loss) == 20 + 4 + 3
+    assert bnn.net_guide.count == 4 + 3
+    assert bnn.predict(x)[0].shape == (N, 1)
+    # It is there already for a fit that adds to the snapshots.
+    again = bnn.fit(loader(), SGD, 40, start=0.9, **options).validation
+    assert len(again) == again.index(max(again)) + 1 + 3 < 36
+    bnn.update_prior(NORMAL)
+    assert len(bnn.fit(loader(), SGD, 40, start=0.9, **options).loss) >= 36 + 4
+
+
 @pytest.mark.parametrize(
     ("epochs", "start", "every", "taken"),
     [

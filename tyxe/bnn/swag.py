@@ -128,8 +128,8 @@ class SWAG_BNN(VariationalBNN):
 
         Let `callback` set a constant rate in `bnn.optimizer.param_groups`, such as half of the
         first. During the fit, predictions use the current weights. Another call adds to the
-        snapshots, unless the prior was updated. The history's `kl` is minus the prior's
-        log-density.
+        snapshots, unless the prior was updated. `patience` counts epochs from the snapshot on that
+        makes a posterior. The history's `kl` is minus the prior's log-density.
 
         Args:
             data_loader, optim, num_epochs, callback, arguments, options: of `VariationalBNN.fit`.
@@ -162,6 +162,10 @@ class SWAG_BNN(VariationalBNN):
         if guide.count >= guide.rank:  # a callback may have stopped it before
             self.update_norm_statistics(data_loader)
         return history
+
+    @property
+    def _may_end(self) -> bool:
+        return not self.net_guide.ended and bool(self.net_guide.count >= self.net_guide.rank)
 
     def _end_epoch(self, epoch: int) -> None:
         if epoch + 1 in self._due:
