@@ -6,6 +6,7 @@ import math
 import threading
 from collections import OrderedDict
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -369,6 +370,95 @@ def test_errors_are_those_of_evaluate():
     error, _ = bnn.evaluate([wiggles(300, 7)], num_predictions=0, reduction="mean")
     assert report["RMSE of held-out data"].value == pytest.approx(float(error) ** 0.5)
     assert report["RMSE over that at the centre"].value == pytest.approx(1)
+
+
+IN_A_HANDLER = "log-likelihood in a handler less that out of it"
+
+
+def test_a_handler_that_draws_for_all_rows_is_not_compared():
+    builder = functools.partial(AutoMultivariateNormal, init_scale=0.1)
+    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(), builder)
+    bnn.fit([TRAIN], ADAM, 5)
+    assert IN_A_HANDLER not in report_of(bnn, num_predictions=4)
+
+
+class Total(nn.Conv1d):
+    """The sum over positions of products with one weight, which a handler draws for each."""
+
+    def __init__(self):
+        super().__init__(1, 1, 1, bias=False)
+
+    def forward(self, x):
+        return super().forward(x[:, None])[:, 0].sum(-1, keepdim=True)
+
+
+def test_a_handler_is_compared_up_to_the_error_of_the_draws():
+    x = torch.randn(200, 1, **seeded(0)).expand(200, 8)
+    y = 8 * x[:, :1] + torch.randn(200, 1, **seeded(1))
+    builder = functools.partial(tyxe.guides.AutoNormal, init_scale=0.3)
+    bnn = tyxe.VariationalBNN(Total(), NORMAL, gaussian(scale=1.0), builder)
+    bnn.net_guide.locs["weight"].data.fill_(1.0)
+
+    def line(count):
+        torch.manual_seed(0)
+        return diagnose(bnn, [(x, y)], [(x, y)], num_predictions=count)[IN_A_HANDLER]
+
+    few, many = line(4), line(300)
+    assert few.ok[1] > 2 * many.ok[1] > 0.2
+    assert many.verdict != "ok"
+    same = mean_field(net(), gaussian())
+    for num_predictions in (2, 8, 32):
+        torch.manual_seed(0)
+        assert report_of(same, num_predictions=num_predictions)[IN_A_HANDLER].verdict == "ok"
+
+
+class DoubleExponential(tyxe.likelihoods.Likelihood):
+    """A likelihood of one's own, whose errors are no squares."""
+
+    def predictive_distribution(self, predictions, latents=None):
+        return dist.Laplace(predictions, 0.5).to_event(self.event_dim)
+
+    def point_error(self, predictions, targets):
+        return (predictions - targets).abs()
+
+    def aggregate_predictions(self, predictions, dim=0, latents=None):
+        return predictions.mean(dim)
+
+
+def test_errors_that_are_no_squares_have_no_root():
+    bnn = mean_field(net(), DoubleExponential(200, event_dim=1))
+    report = report_of(bnn, num_predictions=0)
+    error, _ = bnn.evaluate([HELD_OUT], num_predictions=0, reduction="mean")
+    assert report["error of held-out data"].value == pytest.approx(float(error))
+    assert report["error over that at the centre"].value == pytest.approx(1)
+    assert not any("RMSE" in name for name in report)
+
+
+def test_errors_of_censored_numbers_are_those_of_their_points(plain_fit):
+    (x, y), likelihood = HELD_OUT, likelihoods.Censored(gaussian())
+    pairs = torch.stack([y, y.where(y < 1, math.inf)], -1)
+    bnn = mean_field(net(), likelihood)
+    report = diagnose(bnn, [(x[:200], pairs[:200])], [(x, pairs)], num_predictions=0)
+    error, _ = bnn.evaluate([(x, pairs)], num_predictions=0, reduction="mean")
+    assert report["RMSE of held-out data"].value == pytest.approx(float(error) ** 0.5)
+
+
+def hierarchy(name, module, param):
+    def prior():
+        ones = param.new_ones(param.shape)
+        scale = pyro.sample(f"{name}.scale", dist.HalfCauchy(ones).to_event(param.dim()))
+        return dist.Normal(0, scale)
+
+    return prior
+
+
+def test_sites_whose_prior_is_itself_random_have_no_scale_to_compare_with():
+    prior = tyxe.priors.LambdaPrior(hierarchy, hide_parameters=["bias"])
+    bnn = tyxe.VariationalBNN(net(), prior, gaussian(), tyxe.guides.AutoNormal)
+    bnn.fit([TRAIN], ADAM, 5)
+    report = report_of(bnn, num_predictions=4)
+    assert "log-likelihood of held-out data" in report
+    assert "scale over the prior's" not in report
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,18 @@ def test_contract(case):
     check_likelihood(case)
 
 
+@pytest.mark.parametrize("case", LIKELIHOODS.values(), ids=LIKELIHOODS.keys())
+def test_likelihoods_of_numbers_have_squared_errors(case):
+    likelihood, predictions = case.build(6), torch.randn(6, *case.output_shape)
+    latents = likelihood.prior_means()
+    law = likelihood.predictive_distribution(predictions, latents)
+    targets = likelihood.sample(predictions, latents=latents)
+    known = torch.stack([targets, targets], -1) if isinstance(likelihood, Censored) else targets
+    error = likelihood.point_error(predictions, known)
+    is_square = error.shape == law.mean.shape and torch.allclose(error, (law.mean - targets) ** 2)
+    assert likelihood.has_squared_errors == is_square
+
+
 @pytest.mark.parametrize(("points", "draws"), [(4, 1), (7, 2), (3, 20)])
 def test_contract_at_other_sizes(points, draws):
     check_likelihood(LikelihoodCase(Categorical, (3,)), points, draws)

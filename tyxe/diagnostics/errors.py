@@ -22,7 +22,7 @@ from tyxe.diagnostics.case import Case, log_likelihoods, members_of
 from tyxe.diagnostics.inference import has_spread, slope
 from tyxe.diagnostics.report import Line, above, below
 from tyxe.errors import TyxeWarning
-from tyxe.likelihoods import Categorical
+from tyxe.likelihoods import Categorical, Censored
 from tyxe.priors import IIDPrior
 from tyxe.util import reset_parameters_
 
@@ -53,7 +53,7 @@ def errors(case: Case) -> Iterator[Line]:
     found = _error(case, case.bnn, **case.options)
     if found is None:
         return
-    yield Line(f"{'error' if _is_of_classes(case) else 'RMSE'} of held-out data", found)
+    yield Line(f"{_name(case)} of held-out data", found)
     centre = _error(case, case.bnn, **case.options | {"num_predictions": 0})
     yield _beside(case, "that at the centre", found, centre, lambda: TOO_WIDE)
     plain = _plain_fit(case) if case.plain is None else case.plain
@@ -110,6 +110,10 @@ def members(case: Case) -> Iterator[Line]:
         )
 
 
+def _name(case: Case) -> str:
+    return "RMSE" if case.likelihood.has_squared_errors else "error"
+
+
 def _is_of_classes(case: Case) -> bool:
     return bool(case.likelihood.has_classes)
 
@@ -125,17 +129,17 @@ def _beside(
         line = Line(f"error above {what}", found - other, below(limit), below(limit + 0.1))
     else:
         ratio = found / max(other, SMALL * _spread(case), 1e-12)
-        line = Line(f"RMSE over {what}", ratio, below(1.3), below(2.5))
+        line = Line(f"{_name(case)} over {what}", ratio, below(1.3), below(2.5))
     return line if line.verdict == "ok" else dataclasses.replace(line, remedy=remedy())
 
 
 def _error(case: Case, bnn: Any, **options: Any) -> float | None:
-    """Return the share of wrong classes, or the root mean square of numbers; None for mappings."""
+    """Return the mean error, or its root if errors are squares; None for mappings."""
     total, _ = bnn.evaluate(case.held_out, **options)
     if isinstance(total, dict):
         return None
     found = float(total) / _num_targets(case)
-    return found if _is_of_classes(case) else math.sqrt(found)
+    return math.sqrt(found) if case.likelihood.has_squared_errors else found
 
 
 def _num_targets(case: Case) -> float:
@@ -144,7 +148,8 @@ def _num_targets(case: Case) -> float:
     if isinstance(case.likelihood, Categorical) and targets[0].values.is_floating_point():
         return float(case.weights(case.held_out).sum())  # probabilities of classes
     counts = [(each, each.counts_within()) for each in targets]
-    return sum(each.values.numel() if c is None else float(c.sum()) for each, c in counts)
+    found = sum(each.values.numel() if c is None else float(c.sum()) for each, c in counts)
+    return found / 2 if isinstance(case.likelihood, Censored) else found  # of pairs
 
 
 def _spread(case: Case) -> float:
@@ -156,7 +161,7 @@ def _spread(case: Case) -> float:
 
 def _error_of_constant(case: Case) -> float:
     """Return the error of the best prediction without inputs; infinite where that is not known."""
-    if not _is_of_classes(case):
+    if case.likelihood.has_squared_errors:
         return _spread(case)
     if case.predicted.kind != "classes":
         return math.inf

@@ -20,6 +20,7 @@ from tyxe.diagnostics.case import Case, log_likelihoods, members_of, mixed, spar
 from tyxe.diagnostics.report import ANY, Line, above, below
 from tyxe.guides import Guide
 from tyxe.metrics.checks import average
+from tyxe.poutine import report
 from tyxe.predictive.norms import fewest_rows, norms_of
 
 # Data sets that are drawn from predictions, by which a calibration error is judged.
@@ -54,23 +55,45 @@ def fit(case: Case) -> Iterator[Line]:
             "predict with this many draws, by num_predictions",
         )
     if isinstance(case.bnn, VariationalBNN) and isinstance(case.bnn.net_guide, Guide):
-        with spared():
-            logs = log_likelihoods(case.bnn, case.held_out, **case.options)
-        yield Line(
-            "log-likelihood in a handler less that out of it",
-            case.mean(logs, case.held_out) - held_out,
-            (-0.1, 0.1),
-            (-1.0, 1.0),
-            "draws for each row and draws for all rows are different predictions: evaluate both "
-            "ways, and predict as you will in use",
-        )
+        yield from _in_a_handler(case, held_out)
+
+
+def _in_a_handler(case: Case, out_of_it: float) -> Iterator[Line]:
+    """Compare draws for each row with draws for all rows, where the handler makes such draws."""
+    with report() as uses, spared():
+        logs = log_likelihoods(case.bnn, case.held_out, **case.options)
+    if not any(row.treatment == "moments" for row in uses):
+        return  # both are draws for all rows
+    weights = case.weights(case.held_out)
+    chance = 2 * math.hypot(_standard_error(logs, weights), _standard_error(case.seen, weights))
+    yield Line(
+        "log-likelihood in a handler less that out of it",
+        case.mean(logs, case.held_out) - out_of_it,
+        (-0.1 - chance, 0.1 + chance),
+        (-1.0 - chance, 1.0 + chance),
+        "draws for each row and draws for all rows are different predictions: evaluate both "
+        "ways, and predict as you will in use",
+    )
+
+
+def _standard_error(logs: Tensor, weights: Tensor) -> float:
+    """Return the standard error over draws of a mean log-likelihood, to first order."""
+    if logs.dim() < 2 or len(logs) < 2:
+        return 0.0
+    return math.sqrt(float(_relative(logs, weights)[1].var()) / len(logs))
+
+
+def _relative(logs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `p_s / mean p` of points by draw, its mean over points, and the points' shares."""
+    relative = (logs - mixed(logs)).exp()
+    share = weights.to(relative) / weights.sum()
+    return relative, relative @ share, share
 
 
 def _needed(logs: Tensor, weights: Tensor) -> float:
     """Return the number of draws whose log-likelihood has an error of `CHANCE`, by first orders."""
-    relative = (logs - mixed(logs)).exp()  # p_s / mean p, of points
-    share = weights.to(relative) / weights.sum()
-    spread = float((relative @ share).var())
+    relative, means, share = _relative(logs, weights)
+    spread = float(means.var())
     bias = 0.5 * float(relative.var(0) @ share)
     # The root of `spread / S + (bias / S)^2 = CHANCE^2`.
     half = spread / (2 * CHANCE**2)

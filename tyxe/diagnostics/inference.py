@@ -302,7 +302,7 @@ def scales(case: Case) -> Iterator[Line]:
     with torch.no_grad():
         posterior = {site.own_name: guide.site_distribution(site) for site in guide.sites}
         priors = dict(case.bnn.net_prior.priors())
-        known = _known({n: relative_scale(q, priors[n]) for n, q in posterior.items()})
+        known = _known({n: relative_scale(q, priors.get(n)) for n, q in posterior.items()})
         spread = _known({name: _spread(guide, name, known[name]) for name in known})
         pruned = _known({name: _like_prior(posterior[name], priors[name]) for name in known})
     if known:

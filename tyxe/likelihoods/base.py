@@ -78,6 +78,7 @@ class Likelihood(nn.Module, ABC):
 
     has_classes = False  # whether targets are classes, of which `class_logits` are the logits
     has_order = True  # whether some targets are larger than others, so that they have intervals
+    has_squared_errors = False  # whether errors are squares, and the root of their mean the RMSE
     is_zero_outside = False  # whether densities of targets outside of the support come out as 0
     takes_infinity = False  # whether targets may be infinite
     has_target_hessian = False  # whether output Hessians depend on targets, see `hessian_counts`

@@ -59,6 +59,7 @@ class Censored(Likelihood):
             raise TypeError(f"base is a {type(base).__name__}; expected a likelihood of numbers")
         super().__init__(base._dataset_size, base.event_dim, base.prefix)
         self.base = base
+        self.has_squared_errors = base.has_squared_errors
         self.prepares_outputs = base.prepares_outputs
 
     @property

@@ -16,6 +16,8 @@ from tyxe.likelihoods.reductions import log_mean_exp, stacked
 class _LogMean(Likelihood):
     """What likelihoods share whose predictions are logs of a mean."""
 
+    has_squared_errors = True
+
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return (predictions.exp() - targets).square()
 

@@ -22,6 +22,8 @@ from tyxe.likelihoods.reductions import mean_of, mean_over, moments, stacked
 class _Noisy(OwnParameter):
     """Base of noise of one scale for all points, about what the net predicts."""
 
+    has_squared_errors = True
+
     @abstractmethod
     def _variance(self, latents: Latents, like: Tensor) -> Tensor:
         """Return the variance of the noise."""
@@ -183,6 +185,8 @@ class HeteroskedasticGaussian(Likelihood):
         >>> likelihood.aggregate_predictions(torch.tensor([[[0.0, 0.3]], [[0.8, 0.3]]]))
         tensor([[0.4000, 0.5000]])
     """
+
+    has_squared_errors = True
 
     def __init__(
         self,
