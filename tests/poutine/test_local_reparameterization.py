@@ -47,7 +47,7 @@ class OneNoise(LinearMapMessenger):
 
 
 def test_the_contract_finds_outputs_that_share_their_noise():
-    with pytest.raises(AssertionError, match="covariance of the outputs of one point"):
+    with pytest.raises(AssertionError, match="covariance of the outputs of a point"):
         check_handler(OneNoise)
 
 

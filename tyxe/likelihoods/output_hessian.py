@@ -80,17 +80,16 @@ def output_hessian(likelihood: Likelihood, predictions: Tensor, latents: Latents
 def hessian_blocks(likelihood: Likelihood, predictions: Tensor, latents: Latents = None) -> Tensor:
     """Return `output_hessian`; blocks of a registered function that do not fit are a ValueError."""
     blocks = output_hessian(likelihood, predictions, latents)
-    count, shape = len(predictions), blocks.shape
-    fits = blocks.dim() == 4 and count == shape[0] and shape[2] == shape[3]
-    if not fits or count * shape[1] * shape[2] != predictions.numel():
+    shape, (count, *outputs) = tuple(blocks.shape), predictions.shape
+    size = math.prod(outputs)
+    fits = len(shape) == 4 and (count, shape[2]) == (shape[0], shape[3])
+    if not fits or shape[1] * shape[2] != size:
         function = output_hessian.dispatch(type(likelihood))
-        size = predictions[:1].numel()
         raise ValueError(
             f"{function.__module__}.{function.__name__}, the output Hessian registered for "
-            f"{type(likelihood).__name__}, returned shape {tuple(shape)} for predictions of shape "
-            f"{tuple(predictions.shape)}; expected blocks (n, R, C, C) with R * C outputs of a "
-            f"point: ({count}, {size}, 1, 1) if outputs are not coupled, ({count}, 1, {size}, "
-            f"{size}) if all are"
+            f"{type(likelihood).__name__}, returned shape {shape}; expected blocks (n, R, C, C): "
+            f"({count}, {size}, 1, 1) if the outputs of a point are not coupled, "
+            f"({count}, 1, {size}, {size}) if all are"
         )
     return blocks
 

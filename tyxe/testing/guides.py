@@ -16,7 +16,7 @@ from pyro.infer import autoguide
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 
-from tyxe.distributions import JointDistribution, JointMarginal
+from tyxe.distributions import JointMarginal
 from tyxe.guides import AutoNormal, AutoRadial, Guide, PyroGuide
 from tyxe.guides.base import AnyGuide
 from tyxe.priors import DictPrior, IIDPrior
@@ -70,8 +70,7 @@ def check_guide(builder: Builder, program: SitePriors | None = None) -> None:
     missing = trained - set(guide.parameter_kinds())
     assert not missing, f"parameter_kinds leaves out {sorted(missing)}"
     _check_median(guide, prior)
-    _check_detached(guide, program, [*prior])
-    _check_densities(guide, {name: node["fn"] for name, node in prior.items()})
+    _check_detached(guide, program, prior)
     store = sorted(pyro.get_param_store().keys())
     assert not store, f"the guide left {store} in Pyro's global parameter store"
 
@@ -168,7 +167,7 @@ def _check_median(guide: AnyGuide, prior: dict[str, Any]) -> None:
         assert torch.equal(value, before[name]), f"the median of {name!r} moves with the guide"
 
 
-def _check_detached(guide: AnyGuide, program: SitePriors, names: list[str]) -> None:
+def _check_detached(guide: AnyGuide, program: SitePriors, prior: dict[str, Any]) -> None:
     guide = copy.deepcopy(guide)
     try:
         found = guide.get_detached_distributions()
@@ -176,7 +175,7 @@ def _check_detached(guide: AnyGuide, program: SitePriors, names: list[str]) -> N
         # A guide that couples its sites has no distribution for each, and may raise.
         assert not isinstance(guide, Guide), "a Guide has a distribution for each site"
         return
-    own = [name.removeprefix(program.prefix) for name in names]
+    own = [name.removeprefix(program.prefix) for name in prior]
     assert sorted(found) == sorted(own), f"detached distributions of {sorted(found)}"
     values = {name: q.sample() for name, q in found.items()}
     before = {name: q.log_prob(values[name]) for name, q in found.items()}
@@ -194,23 +193,9 @@ def _check_detached(guide: AnyGuide, program: SitePriors, names: list[str]) -> N
         ValueError, lambda: guide.get_detached_distributions(["no.such"]), "an unknown site"
     )
     DictPrior({name: found[name] for name in program.names()})
-
-
-@torch.no_grad()
-def _check_densities(guide: AnyGuide, priors: dict[str, Any]) -> None:
-    """Compare densities, means and KLs of sites with draws, and densities of coupled sites.
-
-    The KL of a joint distribution is left out, as it may be that of more variables than its sites.
-    """
-    try:
-        posterior = guide.get_detached_distributions(priors)
-    except TypeError:
-        return
-    joints: dict[int, JointDistribution] = {}
-    for name, q in posterior.items():
-        if isinstance(q, JointMarginal):
-            joints[id(q.joint)] = q.joint
-        is_joint = any(isinstance(one, JointMarginal) for one in (q, priors[name]))
-        check_density(q, repr(name), None if is_joint else priors[name])
+    # Not the KLs of joint distributions, which may be those of more variables than the sites.
+    joints = {id(q.joint): q.joint for q in found.values() if isinstance(q, JointMarginal)}
     for joint in joints.values():
         check_density(joint, joint.name)
+    for name, q in found.items():
+        check_density(q, repr(name), prior[program.prefix + name]["fn"])
