@@ -274,7 +274,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         inputs = self._to_predict(inputs, unpack)
         dim = 1 if gaussian is None else 0
         found = map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
-        likelihood = self.likelihood if enable_grad else self.likelihood.without_gradients()
+        likelihood = self.likelihood.with_gradients(enable_grad)
         if gaussian is None:
             return distribution_at_draws(likelihood, at_least_float32(found), latents)
         mean, covariance = found

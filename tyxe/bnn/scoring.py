@@ -56,9 +56,7 @@ def evaluated(
     """Return error and log-likelihood, the first two scores of each batch, reduced over points."""
 
     def one(inputs: Inputs, targets: Any, again: ReplayedDraws) -> tuple[Any, ...]:
-        found = score(inputs, targets, again)[:2]
-        kept, _ = bnn.likelihood.counted(targets)
-        return *found, bnn.likelihood.score_counts(kept)
+        return *score(inputs, targets, again)[:2], bnn.likelihood.score_counts(targets)
 
     loader = bnn._to_evaluate(input_data, unpack)
     with all_or_none(group):
@@ -103,7 +101,7 @@ class Predicted(NamedTuple):
 
 def predicted(bnn: Any, batches: list[Any], **options: Any) -> Predicted:
     """Return a BNN's predictions of batches beside their targets."""
-    likelihood = bnn.likelihood.without_gradients()
+    likelihood = bnn.likelihood.with_gradients(False)
     found = bnn.predict(batches, **options)
     # Masks are of batches.
     targets = concatenate_targets([likelihood.observed(targets) for _, targets in batches])
@@ -131,8 +129,8 @@ def flattened(predictions: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Te
 
 def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
     """Return how often each point of a batch counts, of those that do."""
-    kept, _ = likelihood.counted(targets)
-    return torch.ones(len(kept), device=kept.device) if kept.weights is None else kept.weights
+    counts = likelihood.score_counts(targets)
+    return counts if counts.dim() == 1 else counts[-1]
 
 
 def reduced(
@@ -247,8 +245,6 @@ class Derived:
                 "aggregate=False) returns by name, by a function of tyxe.predictive.scores"
             )
         draws = self.predict(inputs, **{**options, "aggregate": False})
-        likelihood = self.likelihood
-        if not options.get("enable_grad"):
-            likelihood = likelihood.without_gradients()
+        likelihood = self.likelihood.with_gradients(bool(options.get("enable_grad")))
         found = SCORES[score](draws, self._weights_of(len(draws)), likelihood)
         return 1 - found if score == "max_probability" else found

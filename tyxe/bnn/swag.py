@@ -163,11 +163,10 @@ class SWAG_BNN(VariationalBNN):
             self.update_norm_statistics(data_loader)
         return history
 
-    @property
-    def _may_end(self) -> bool:
-        return not self.net_guide.ended and bool(self.net_guide.count >= self.net_guide.rank)
-
     def _end_epoch(self, epoch: int) -> None:
+        guide = self.net_guide
+        if self._best is not None and (guide.ended or guide.count < guide.rank):
+            self._best.waited = 0  # without a posterior, nothing can be predicted
         if epoch + 1 in self._due:
-            self.net_guide.collect(self.net_guide.median())
+            guide.collect(guide.median())
         super()._end_epoch(epoch)

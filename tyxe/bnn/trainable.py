@@ -171,9 +171,8 @@ class Trainable(Objective):
         kept, rows = likelihood.counted(targets)
         found = mixture_scores(likelihood, rows_of(outputs, rows, 1), latents, kept)
         predictions = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
-        counts = likelihood.score_counts(kept)
-        parts = found.error, found.log_likelihood, counts
+        parts = found.error, found.log_likelihood, likelihood.score_counts(kept)
         error, log_likelihood = reduced(likelihood, parts, reduction)
-        return Scored(predictions, error, log_likelihood, likelihood.named(counts, -2))
+        return Scored(predictions, error, log_likelihood, likelihood.named(parts[-1], -2))
 
     judge = score_batch  # its former name

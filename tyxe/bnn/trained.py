@@ -80,7 +80,7 @@ class EpochEnd:
         total, points = self._processes.total([*own])
         found = total / points if points else math.nan
         history.validation.append(found)
-        best.waited = best.waited + 1 if self._bnn._may_end else 0
+        best.waited += 1
         if found > best.score:
             best.score, best.waited = found, 0
             best.state = copy.deepcopy(self._bnn.state_dict()) if self._restores else None
@@ -176,11 +176,6 @@ class TrainedBNN(SupervisedBNN):
     def epochs_done(self) -> int:
         """Number of epochs fitted, including those before a checkpoint that was loaded."""
         return self._epochs_done if self._pending is None else int(self._pending["epoch"])
-
-    @property
-    def _may_end(self) -> bool:
-        """Whether the patience counts epochs, since the fit may be ended."""
-        return True
 
     def _end_epoch(self, epoch: int) -> None:
         self._epochs_done, self._pending = epoch + 1, None

@@ -175,9 +175,8 @@ class Calibrated:
     def predict(self, *inputs: Any, **options: Any) -> Any:
         """Return calibrated predictions, sets or intervals; arguments are those of the BNN."""
         options = self._options | options
-        found, likelihood = self.bnn.predict(*inputs, **options), self.likelihood
-        if not options.get("enable_grad"):
-            likelihood = likelihood.without_gradients()
+        found = self.bnn.predict(*inputs, **options)
+        likelihood = self.likelihood.with_gradients(bool(options.get("enable_grad")))
         return _through(self.calibrator, found, likelihood)
 
     def evaluate(
@@ -324,7 +323,7 @@ class CalibratedModule(nn.Module):
         super().__init__()
         self.module = module
         self.calibrator = copy.deepcopy(calibrator)
-        self._likelihood = None if likelihood is None else likelihood.without_gradients()
+        self._likelihood = None if likelihood is None else likelihood.with_gradients(False)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return calibrated predictions, or predictions and the sets or intervals."""

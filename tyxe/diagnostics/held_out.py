@@ -80,20 +80,15 @@ def _standard_error(logs: Tensor, weights: Tensor) -> float:
     """Return the standard error over draws of a mean log-likelihood, to first order."""
     if logs.dim() < 2 or len(logs) < 2:
         return 0.0
-    return math.sqrt(float(_relative(logs, weights)[1].var()) / len(logs))
-
-
-def _relative(logs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `p_s / mean p` of points by draw, its mean over points, and the points' shares."""
-    relative = (logs - mixed(logs)).exp()
-    share = weights.to(relative) / weights.sum()
-    return relative, relative @ share, share
+    relative = (logs - mixed(logs)).exp() @ weights.to(logs)
+    return float(relative.std() / weights.sum()) / math.sqrt(len(logs))
 
 
 def _needed(logs: Tensor, weights: Tensor) -> float:
     """Return the number of draws whose log-likelihood has an error of `CHANCE`, by first orders."""
-    relative, means, share = _relative(logs, weights)
-    spread = float(means.var())
+    relative = (logs - mixed(logs)).exp()  # p_s / mean p, of points
+    share = weights.to(relative) / weights.sum()
+    spread = float((relative @ share).var())
     bias = 0.5 * float(relative.var(0) @ share)
     # The root of `spread / S + (bias / S)^2 = CHANCE^2`.
     half = spread / (2 * CHANCE**2)

@@ -178,9 +178,9 @@ class Likelihood(nn.Module, ABC):
         """Return the prior means of the likelihood's own variables, where only shapes matter."""
         return {name: prior.mean for name, prior in self.latent_priors().items()}
 
-    def without_gradients(self) -> Likelihood:
-        """Return a copy whose parameters, such as a noise that is learned, record no gradients."""
-        return copy.deepcopy(self).requires_grad_(False)
+    def with_gradients(self, enabled: bool) -> Likelihood:
+        """Return itself, or a copy whose parameters, such as a noise, record no gradients."""
+        return self if enabled else copy.deepcopy(self).requires_grad_(False)
 
     # ------------------------------------------------------------------ what comes, and counts
 
@@ -244,9 +244,9 @@ class Likelihood(nn.Module, ABC):
         return found[rows], rows
 
     def score_counts(self, targets: Tensor | Targets) -> Tensor:
-        """Return how often each point counts in scores, `(n,)`; for a `Joint`, `(parts + 1, n)`."""
-        counts = self.observed(targets).counts()
-        return torch.ones(len(targets), device=targets.device) if counts is None else counts
+        """Return how often each point that counts does; for a `Joint`, `(parts + 1, n)`."""
+        kept, _ = self.counted(targets)
+        return torch.ones(len(kept), device=kept.device) if kept.weights is None else kept.weights
 
     def output_counts(self, targets: Tensor | Targets, outputs: Tensor) -> Tensor | None:
         """Return how often each output of the net counts, of its shape; None for once each."""

@@ -200,9 +200,9 @@ class Joint(Likelihood):
         return shape, torch.long if found.support.is_discrete else outputs.dtype
 
     def score_counts(self, targets: Any) -> Tensor:
-        found = self.observed(targets)
-        whole = super().score_counts(found)
-        each = (own.counts() for own in self._by_part(found).values())
+        kept, _ = self.counted(targets)
+        whole = super().score_counts(kept)
+        each = (own.counts() for own in self._by_part(kept).values())
         return torch.stack([whole if own is None else whole * own for own in each] + [whole])
 
     def output_counts(self, targets: Any, outputs: Any) -> Tensor | None:
