@@ -241,6 +241,17 @@ def test_bad_options_leave_no_file(options, message, tmp_path):
     assert not os.listdir(tmp_path)
 
 
+def test_an_epoch_has_the_points_that_count():
+    # A warning would be an error.
+    x, y = torch.randn(40, 2), torch.randn(40, 1)
+    weights = torch.full((40,), 0.5)
+    likelihood = HomoskedasticGaussian(20, scale=NOISE)
+    bnn = tyxe.MCMC_BNN(nn.Linear(2, 1), PRIOR, likelihood, SGLD(1e-4))
+    batches = [*zip(x.split(20), y.split(20), weights.split(20), strict=True)]
+    bnn.fit(batches, 5, progress=False)
+    assert bnn.predict(x)[0].shape == (40, 1)
+
+
 def test_an_epoch_of_another_size_is_told():
     bnn = make(SGLD(0.01), likelihood=HomoskedasticGaussian(6 * N, scale=NOISE))
     bnn.likelihood.dataset_size = 500

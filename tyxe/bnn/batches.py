@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -162,15 +162,18 @@ class OwnBatches:
     """Batches of a loader, epoch after epoch, in an order given by their own seed.
 
     Neither other users of PyTorch's generators nor an interrupt between two batches change it.
-    `in_epoch` is the number of points of the latest whole epoch; None before its end.
+    `in_epoch` is the number of points of the latest whole epoch, by `count` of targets; None before
+    its end.
     """
 
-    def __init__(self, loader: Iterable[Any], device: Any, seed: int) -> None:
+    def __init__(
+        self, loader: Iterable[Any], device: Any, seed: int, count: Callable[[Any], Any] = len
+    ) -> None:
         check_iterable(loader)
         self._loader, self._device = _with_own_iterator(loader), device
         self._iterator: Iterator[Any] = iter(())
-        self._points = 0
-        self.in_epoch: int | None = None
+        self._points, self._count = 0.0, count
+        self.in_epoch: float | None = None
         self._stream = RandomStream(seed)
 
     def take(self) -> tuple[Any, Any]:
@@ -187,7 +190,7 @@ class OwnBatches:
     def _advance(self, anew: bool) -> tuple[Any, Any] | None:
         with self._stream:
             if anew:
-                self.in_epoch, self._points = self._points or None, 0
+                self.in_epoch, self._points = self._points or None, 0.0
                 self._iterator = iter(self._loader)
             batch = next(self._iterator, self)
         if batch is self:
@@ -195,7 +198,7 @@ class OwnBatches:
         found = _checked(batch, self._device)
         # Those of other seeds may be taken from the same loader before this one is used.
         found = found if isinstance(self._loader, list) else copied(found)
-        self._points += len(found[1])
+        self._points += float(self._count(found[1]))
         return found
 
     def close(self) -> None:

@@ -217,7 +217,8 @@ class BatchPotential:
     def __init__(
         self, potential: Potential, starts: Tensor, loader: Iterable[Any], device: Any
     ) -> None:
-        self._loaders = [OwnBatches(loader, device, fresh_seed()) for _ in range(len(starts))]
+        count = potential.bnn.likelihood.count
+        self._loaders = [OwnBatches(loader, device, fresh_seed(), count) for _ in starts]
         self._bnn, self._has_warned, self._step = potential.bnn, False, 0
         self._potential = potential
         self._weights = [MeanWeight(self._bnn.likelihood) for _ in self._loaders]
