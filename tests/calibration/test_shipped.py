@@ -1,5 +1,6 @@
 """Calibrated posteriors as plain modules and as files."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pyro
@@ -107,6 +108,29 @@ def test_one_file_holds_both(name, tmp_path):
     assert_close(loaded.predict(X), wrapped.predict(X), rtol=0, atol=0)
     wrapped.calibrator.save(tmp_path / "alone.tyxe")
     assert vars(make().load(tmp_path / "alone.tyxe")) == vars(wrapped.calibrator)
+
+
+@pytest.mark.parametrize(
+    ("score", "randomized", "is_other"),
+    [("aps", False, True), ("aps", True, False), ("lac", False, False)],
+)
+def test_a_file_with_a_threshold_of_earlier_scores_gives_a_warning(
+    score, randomized, is_other, tmp_path
+):
+    calibrator = SplitConformal(score, 0.8, randomized=randomized)
+    wrapped = calibrator.wrap(classifier(), CLASSES, num_predictions=0)
+    for saved in (calibrator, wrapped):
+        fresh = SplitConformal() if saved is calibrator else Calibrated(classifier(), calibrator)
+        saved.save(tmp_path / "new.tyxe")
+        fresh.load(tmp_path / "new.tyxe")
+        content = saved._content()
+        del content["version"]
+        tyxe.files.write(tmp_path / "old.tyxe", content)
+        warns = pytest.warns(
+            tyxe.TyxeWarning, match=r"old.tyxe is of an earlier version.*fit again"
+        )
+        with warns if is_other else nullcontext():
+            fresh.load(tmp_path / "old.tyxe")
 
 
 def test_files_of_others_change_nothing(tmp_path):

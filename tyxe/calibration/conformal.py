@@ -18,10 +18,13 @@ from tyxe.calibration.base import (
     check_pair,
 )
 from tyxe.data import Targets
+from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.metrics.checks import check_probs, check_scale
 
 CLASS_SCORES, NUMBER_SCORES = ("lac", "aps"), ("normalized", "cqr")
+# Version of the scores behind the threshold in a file; the first had none.
+VERSION = 2
 
 
 class SplitConformal(Calibrator):
@@ -113,6 +116,19 @@ class SplitConformal(Calibrator):
             held = self._of_classes(self.score, check_logits(predictions)) <= threshold
             return held.reshape(predictions.shape)
         return _ends(str(self.score), predictions, threshold)
+
+    def _content(self) -> dict[str, Any]:
+        return {**super()._content(), "version": VERSION}
+
+    def _state_in(self, saved: Any, path: Any) -> dict[str, Any]:
+        state = super()._state_in(saved, path)
+        is_old = "version" not in saved and state["threshold"] is not None
+        if is_old and state["score"] == "aps" and not state["randomized"]:
+            warn(
+                f"{path} is of an earlier version, in which randomized=False counted all of a "
+                "class's own probability; by its threshold sets are too large now: fit again"
+            )
+        return state
 
     def _of_classes(self, kind: str, probs: Tensor) -> Tensor:
         """Return the scores of all classes, `(n, C)`."""
