@@ -5,6 +5,7 @@ import functools
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import tyxe
@@ -129,3 +130,34 @@ def test_chains_by_mini_batches_have_the_mean_of_all_points():
     torch.manual_seed(0)
     bnn.fit(loader(4, x, y, weights), 200, warmup_steps=100, num_chains=2, progress=False)
     assert value(bnn) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.filterwarnings("ignore:an epoch had")
+@pytest.mark.parametrize("weighted", ["all", "some"])
+def test_points_of_weight_zero_and_batches_without_weights_count_as_they_are(weighted):
+    """The mode of a mean of four points at 1, and of four that are absent or at 0."""
+    x, one = torch.ones(1, 1), torch.ones(1)
+    if weighted == "all":
+        data, expected = [(x, x, one), (x, 0 * x, 0 * one)] * 4, 4 / 5
+    else:
+        data, expected = [(x, x, 3 * one), (x, 0 * x)] * 4, 12 / 17
+    size = 4 if weighted == "all" else 16
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(size, scale=1.0)
+    bnn = tyxe.VariationalBNN(nn.Linear(1, 1, bias=False), NORMAL, likelihood, AutoDelta)
+    bnn.fit(data, functools.partial(torch.optim.SGD, lr=0.01), 300)
+    assert value(bnn) == pytest.approx(expected, abs=0.02)
+
+
+def test_a_loss_that_makes_no_step_counts_no_weights():
+    x, y, weights = weighted()
+    module = tyxe.Trainable(of_mean())
+    module((x, y, weights))
+    expected = module((x[:4], y[:4], weights[:4])).item()
+    module = tyxe.Trainable(module.bnn)
+    module((x, y, weights))
+    with pytest.raises(RuntimeError, match="finite"):
+        module((x[:4] / 0, y[:4], 50 * weights[:4]))
+    module.eval()
+    module((x[:4], y[:4], 50 * weights[:4]))
+    module.train()
+    assert module((x[:4], y[:4], weights[:4])).item() == pytest.approx(expected)

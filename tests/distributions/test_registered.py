@@ -75,3 +75,23 @@ def test_ivon_takes_a_registered_prior():
         bnn.fit([(X, Y)], functools.partial(tyxe.optim.IVON, lr=0.1, hess_init=1.0), 3)
         found.append(bnn.net_guide.state_dict())
     torch.testing.assert_close(found[0], found[1])
+
+
+class WithoutEvents(tyxe.guides.Guide):
+    """A guide of Normals whose elements are batch dimensions."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.loc = nn.Parameter(torch.zeros(()))
+
+    def site_distribution(self, site):
+        return dist.Normal(self.loc.expand(site.shape), 0.1)
+
+
+def test_a_guide_without_event_dimensions_has_the_kl_of_one_with_them():
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(15, scale=0.6)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.VariationalBNN(nn.Linear(1, 2), prior, likelihood, WithoutEvents)
+    history = bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.0), 2)
+    one = td.kl_divergence(td.Normal(0.0, 0.1), td.Normal(0.0, 1.0)).item()
+    assert history.kl == pytest.approx([4 * one] * 2)

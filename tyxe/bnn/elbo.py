@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pyro.poutine as poutine
@@ -109,7 +110,7 @@ def draw_terms(
 
 
 class MeanWeight:
-    """How much points weigh on average in the batches so far, in fits of weighted points.
+    """How much points weigh on average in the steps so far, in fits of weighted points.
 
     A data term is a mean by the weights of its batch. Where these are heavier than others, each
     point would count for less than in another batch, and small batches would lose the weights.
@@ -117,24 +118,42 @@ class MeanWeight:
 
     def __init__(self, likelihood: Any) -> None:
         self._likelihood = likelihood
-        self.sums = [0.0, 0.0]  # of weights, and of points that count
+        self.sums = [0.0, 0.0]  # of weights, and of points
 
     def of(self, targets: Any) -> list[float]:
-        """Return the sum of a batch's weights, and its number of points that count."""
-        counts = self._likelihood.observed(targets).counts()
+        """Return the sum of a batch's weights, and its number of points, those of 0 included."""
+        found = self._likelihood.observed(targets)
+        counts, points = found.counts(), replace(found, weights=None).counts()
         if counts is None:
             return [float(len(targets))] * 2
-        return torch.stack([counts.sum(), (counts > 0).sum()]).tolist()
+        points = torch.ones_like(counts) if points is None else points
+        return torch.stack([counts.sum(), points.to(counts).sum()]).tolist()
+
+    def of_batch(self, targets: Any) -> list[float]:
+        """Return `of` a batch that is a step of its own; without weights it is not looked at."""
+        has_weights = isinstance(targets, Targets) and targets.has_weights
+        return self.of(targets) if has_weights else [float(len(targets))] * 2
+
+    def load(self, weight: float, points: float) -> float | None:
+        """Return how much a step's points weigh in units of those of all steps, itself included.
+
+        It is None where no point has had a weight other than 1.
+        """
+        weights, number = self.sums[0] + weight, self.sums[1] + points
+        if weights == number:
+            return None
+        return weight * number / (points * weights) if weight else 1.0
+
+    def add(self, weight: float, points: float) -> None:
+        """Count a step."""
+        self.sums = [self.sums[0] + weight, self.sums[1] + points]
 
     def load_of(self, targets: Any) -> float | None:
-        """Return the `load` of a step on one batch, or None for points without weights."""
-        is_weighted = isinstance(targets, Targets) and targets.has_weights
-        return self.load(*self.of(targets)) if is_weighted else None
-
-    def load(self, weight: float, points: float) -> float:
-        """Return how much a step's points weigh in units of those of all steps, itself included."""
-        self.sums = [self.sums[0] + weight, self.sums[1] + points]
-        return weight * self.sums[1] / (points * self.sums[0]) if weight else 1.0
+        """Return the `load` of a step on one batch, and count it."""
+        counts = self.of_batch(targets)
+        found = self.load(*counts)
+        self.add(*counts)
+        return found
 
 
 class Objective(nn.Module):

@@ -242,10 +242,10 @@ class BatchPotential:
             self._bnn.likelihood.check_rows(targets)
         pairs = zip(self._weights, batches, strict=True)
         loads = [own.load_of(targets) for own, (_, targets) in pairs]
-        if None in loads:
+        if all(load is None for load in loads):
             return batches
         device = self._bnn._like.device
-        factors = (torch.tensor(load, device=device) for load in loads)
+        factors = (torch.tensor(1.0 if load is None else load, device=device) for load in loads)
         return [(*batch, one) for batch, one in zip(batches, factors, strict=True)]
 
     def close(self) -> None:

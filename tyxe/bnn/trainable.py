@@ -134,12 +134,15 @@ class Trainable(Objective):
             # In the first step only, to save the time; the loss of each is checked.
             self.bnn._before_step()
             with statistics_kept(self._statistics), unvalidated(self._is_checked), self.handler():
-                load = self._mean_weight.load_of(targets)
+                weights = self._mean_weight.of_batch(targets)
+                load = self._mean_weight.load(*weights)
                 loss = super().forward(inputs, targets, beta, load)
                 terms = self.take_terms()
                 gradients = {} if are_finite(inputs) else self._gradients(loss)
                 if not all(bool(t.isfinite().all()) for t in (loss.detach(), *gradients.values())):
                     refuse_nonfinite(self.bnn, terms, [(inputs, targets)], gradients)
+            if self.training:
+                self._mean_weight.add(*weights)
             self._is_checked, self.bnn._stage = True, "trained in your own loop"
             self.terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach(), values={})
         return loss

@@ -425,7 +425,9 @@ class Trainer:
             return [1.0], self.mean_weight.load_of(batches[0][1])
         counts = [self.mean_weight.of(targets) for _, targets in batches]
         weight, points = self.processes.total([sum(each) for each in zip(*counts, strict=True)])
-        mean, load = weight / self.processes.count, self.mean_weight.load(weight, points)
+        load = self.mean_weight.load(weight, points)
+        self.mean_weight.add(weight, points)
+        mean = weight / self.processes.count
         return [own / mean if mean else 0.0 for own, _ in counts], load
 
     def _particle(

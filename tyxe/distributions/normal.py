@@ -175,12 +175,12 @@ def as_gaussian(distribution: Any) -> Any:
     return None
 
 
-def gaussian_event(distribution: td.Distribution) -> td.Distribution | None:
-    """Return `as_gaussian` with the same event dimensions, of which KLs are known, or None."""
+def gaussian_event(distribution: td.Distribution, event_dim: int) -> td.Distribution | None:
+    """Return `as_gaussian` with so many event dimensions, of which KLs are known, or None."""
     normal = as_gaussian(distribution)
     if normal is None:
         return None
-    return td.Independent(td.Normal(normal.loc, normal.scale), len(distribution.event_shape))
+    return td.Independent(td.Normal(normal.loc, normal.scale), event_dim)
 
 
 @as_gaussian.register

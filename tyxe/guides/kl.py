@@ -55,7 +55,8 @@ def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
     try:
         return td.kl_divergence(q, prior)
     except NotImplementedError:
-        mine, theirs = gaussian_event(q), gaussian_event(prior)
+        dims = max(len(q.event_shape), len(prior.event_shape))
+        mine, theirs = gaussian_event(q, dims), gaussian_event(prior, dims)
         if mine is not None and theirs is not None:
             return td.kl_divergence(mine, theirs)
         entropy = known_entropy(q)

@@ -177,7 +177,8 @@ def _sites_of(bnn: Any, options: Any, groups: Any) -> dict[Tensor, _Site]:
         refused[of] = not plain or normal is None
         if not refused[of]:
             numbers = known_numbers(normal) or normal
-            known: Any = given if isinstance(prior, td.Normal) else gaussian_event(given)
+            as_event = gaussian_event(given, len(given.event_shape))
+            known: Any = given if isinstance(prior, td.Normal) else as_event
             found[q.loc] = (name, q, known, numbers.loc, numbers.scale**-2)
     for what in (what for what, is_so in refused.items() if is_so):
         raise ValueError(

@@ -62,6 +62,8 @@ def _given_scales(
     rounding = torch.finfo(outputs.covariance.dtype).eps ** 0.5
     slope = covariance[..., :size, size:] @ torch.linalg.pinv(root, rtol=rounding).mT
     left = covariance[..., :size, :size] - slope @ slope.mT
+    if not outputs.options.num_samples:
+        left = torch.zeros_like(left)
     moved = (torch.cat([slope, root], -2) @ nodes.mT).movedim(-1, 0)
     loc, noise = likelihood._split(mean + moved.to(mean))
     return loc, left.to(mean), noise, weights.to(mean)

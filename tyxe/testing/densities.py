@@ -59,7 +59,7 @@ def _check_integral(q: td.Distribution, draws: Tensor, what: str) -> None:
     transform = td.biject_to(q.support)
     values = transform.inv(draws)
     slopes = transform.log_abs_det_jacobian(values, draws).reshape(NUM_DRAWS, -1).sum(1)
-    log_prob, values = q.log_prob(draws) + slopes, values.flatten(1)
+    log_prob, values = q.log_prob(draws).reshape(NUM_DRAWS, -1).sum(1) + slopes, values.flatten(1)
     half = NUM_DRAWS // 2
     near = _densest(values[:half])
     covariance = near.T.cov().reshape(near.shape[1], near.shape[1])
