@@ -133,7 +133,7 @@ def saved(rank, folder):
 def laplace(structure, rank, group=None):
     """A curvature at the mode of a loop of one's own."""
     torch.manual_seed(0)
-    options = tyxe.LaplaceOptions(rank=5)
+    options = tyxe.LaplaceOptions(rank=5) if structure == "lowrank" else None
     bnn = tyxe.LaplaceBNN(mlp(3), NORMAL, Categorical(N), structure=structure, options=options)
     module, optimizer = trainable(bnn, rank)
     losses_of(module, optimizer, rank, 3)
