@@ -9,7 +9,7 @@ from tyxe.predictive.decomposition import (
     regression_decomposition,
     variance_decomposition,
 )
-from tyxe.predictive.distributions import quantile
+from tyxe.predictive.distributions import PredictiveMixture, quantile
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import predict_from_gaussian
 from tyxe.predictive.linear_model import LinearModel, refine_laplace
@@ -20,6 +20,7 @@ __all__ = [
     "Ensemble",
     "EntropyDecomposition",
     "LinearModel",
+    "PredictiveMixture",
     "VarianceDecomposition",
     "entropy_decomposition",
     "predict_from_gaussian",
