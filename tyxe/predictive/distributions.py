@@ -21,7 +21,12 @@ from tyxe.likelihoods import (
 )
 from tyxe.likelihoods.joint import of_part
 from tyxe.likelihoods.reductions import log_mean_exp, mean_over
-from tyxe.predictive.evaluation import needs_samples, noises_of, whitened
+from tyxe.predictive.evaluation import (
+    needs_samples,
+    noises_of,
+    relative_root,
+    semi_definite,
+)
 from tyxe.predictive.gaussian import GaussianOutputs, gaussian_parts, predict_from_gaussian
 from tyxe.threads import exclusive
 from tyxe.util import at_least_float32
@@ -196,19 +201,21 @@ def _(likelihood: HomoskedasticGaussian, outputs: GaussianOutputs) -> Any:
     mean, covariance = at_least_float32((outputs.mean, outputs.covariance))
     if not outputs.options.num_samples:
         covariance = torch.zeros_like(covariance)
-    noises = noises_of(likelihood, outputs)
+    noises, covariance = noises_of(likelihood, outputs), semi_definite(covariance)
     return mixture([over_points(normal_of_numbers(mean, covariance, one)) for one in noises])
 
 
 def normal_of_numbers(mean: Tensor, covariance: Tensor, noise: Tensor) -> td.Distribution:
-    """Return the Normal of targets, whose numbers along the last dimension may be tied."""
+    """Return the Normal of targets, whose numbers along the last dimension may be tied.
+
+    The covariance of their means is `semi_definite`.
+    """
     if covariance.shape[-1] == 1:
-        variance = covariance.reshape(mean.shape).clamp_min(0) + noise.square()
+        variance = covariance.reshape(mean.shape).to(mean) + noise.square()
         return td.Normal(mean, variance.sqrt(), validate_args=False)
     scale = noise.expand_as(mean)
-    values, vectors = whitened(covariance, scale)
-    whole = (vectors * values.unsqueeze(-2)) @ vectors.mT
-    root = scale.to(whole).unsqueeze(-1) * torch.linalg.cholesky(whole)
+    relative = relative_root(covariance, scale)
+    root = scale.to(relative).unsqueeze(-1) * relative
     return td.MultivariateNormal(mean, scale_tril=root.to(mean.dtype), validate_args=False)
 
 

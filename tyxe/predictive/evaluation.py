@@ -181,7 +181,7 @@ def log_normals(
     once = replace(counted, weights=None).counts_within()
     kept = torch.ones_like(values) if once is None else once.to(values)
     by_point = kept.view(-1, 1) if kept.dim() == 1 else kept
-    covariance = covariance * by_point.unsqueeze(-1) * by_point.unsqueeze(-2)
+    covariance = semi_definite(covariance * by_point.unsqueeze(-1) * by_point.unsqueeze(-2))
     pairs = zip(locs, noises, strict=True)
     each = [_log_normal((values - a) * kept, covariance, s, by_point) for a, s in pairs]
     return torch.stack(each)
@@ -193,23 +193,29 @@ def _log_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Tenso
     white = residual / scale
     if residual.dim() == 1:
         white, scale = white[:, None], scale[:, None]
-    values, vectors = whitened(covariance, scale)
-    turned = (vectors.mT @ white.unsqueeze(-1).to(vectors)).squeeze(-1)
-    constants = (2 * scale.log() + math.log(2 * math.pi)) * kept
-    terms = turned.square() / values + values.log() + constants
-    return -0.5 * terms.sum(-1)
+    root = relative_root(covariance, scale)
+    turned = torch.linalg.solve_triangular(root, white.unsqueeze(-1).to(root), upper=False)
+    constants = (scale.log() + 0.5 * math.log(2 * math.pi)) * kept
+    diagonal = root.diagonal(dim1=-2, dim2=-1)
+    return -(0.5 * turned.squeeze(-1).square() + diagonal.log() + constants).sum(-1)
 
 
-def whitened(covariance: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of `I + C / (scale scale^T)`, in double precision."""
-    relative = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-    # Where noise is small, the eigenvalues span more than single precision has.
-    exact = precise(relative)
-    if relative.shape[-1] == 1:
-        return 1 + exact[..., 0].clamp_min(0), torch.ones_like(exact)
+def semi_definite(covariance: Tensor) -> Tensor:
+    """Return covariances without what rounding has made negative, in double precision."""
+    # Where noise is small, eigenvalues relative to it span more than single precision has.
+    exact = precise(covariance)
+    if covariance.shape[-1] == 1:
+        return exact.clamp_min(0)
     values, vectors = torch.linalg.eigh(exact)
-    # Those of I + C' are at least 1, whatever rounding has left of C'.
-    return 1 + values.clamp_min(0), vectors
+    return (vectors * values.clamp_min(0).unsqueeze(-2)) @ vectors.mT
+
+
+def relative_root(covariance: Tensor, scale: Tensor) -> Tensor:
+    """Return the Cholesky factor of `I + C / (scale scale^T)`, for a `semi_definite` `C`."""
+    scale = scale.to(covariance)
+    relative = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    identity = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
+    return torch.linalg.cholesky(relative + identity)
 
 
 def needs_samples(outputs: GaussianOutputs) -> bool:

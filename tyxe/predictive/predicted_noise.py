@@ -21,7 +21,7 @@ from tyxe.predictive.distributions import (
     normal_of_numbers,
     over_points,
 )
-from tyxe.predictive.evaluation import gaussian_log_likelihood, log_normals
+from tyxe.predictive.evaluation import gaussian_log_likelihood, log_normals, semi_definite
 from tyxe.predictive.gaussian import GaussianOutputs, gaussian_prediction
 from tyxe.predictive.links import square_root
 from tyxe.util import at_least_float32, precise
@@ -93,6 +93,6 @@ def _(
 @gaussian_distribution.register
 def _(likelihood: HeteroskedasticGaussian, outputs: GaussianOutputs) -> td.Distribution:
     loc, covariance, noise, weights = _given_scales(likelihood, outputs)
-    each = zip(loc, noise, strict=True)
+    covariance, each = semi_definite(covariance), zip(loc, noise, strict=True)
     parts = [normal_of_numbers(mean, covariance, scale) for mean, scale in each]
     return over_points(PredictiveMixture(parts, weights))
