@@ -13,6 +13,7 @@ from tyxe.bnn.checks import (
     FAR,
     OFF_CENTRE,
     UNLIKE,
+    columns_of,
     distance_from_standard,
     distance_from_zero,
 )
@@ -42,16 +43,16 @@ def table(rows=40, seed=0):
     ],
 )
 def test_inputs_that_are_well(inputs):
-    assert distance_from_standard(NET, inputs) < UNLIKE / 2
-    assert distance_from_zero(NET, inputs) < OFF_CENTRE / 2
+    assert distance_from_standard(columns_of(NET, inputs)) < UNLIKE / 2
+    assert distance_from_zero(columns_of(NET, inputs)) < OFF_CENTRE / 2
 
 
 def test_features_of_another_net():
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 512), nn.ReLU())
     features = torch.stack([body(torch.randn(49, 20)).mean(0) for _ in range(40)]).detach()
-    assert distance_from_standard(NET, features) < FAR
-    assert distance_from_zero(NET, features) < OFF_CENTRE / 2
+    assert distance_from_standard(columns_of(NET, features)) < FAR
+    assert distance_from_zero(columns_of(NET, features)) < OFF_CENTRE / 2
 
 
 @pytest.mark.parametrize(
@@ -65,23 +66,24 @@ def test_features_of_another_net():
     ],
 )
 def test_inputs_that_are_not(inputs, distance):
-    assert distance_from_standard(NET, inputs) == pytest.approx(distance, rel=0.3)
+    assert distance_from_standard(columns_of(NET, inputs)) == pytest.approx(distance, rel=0.3)
     first = nn.Sequential(nn.BatchNorm1d(3), NET)
-    assert distance_from_standard(first, inputs) == 1.0
+    assert distance_from_standard(columns_of(first, inputs)) == 1.0
 
 
 @pytest.mark.parametrize("std", [1e-3, 1.0, 5.0])
 def test_a_mean_is_far_from_zero_in_standard_deviations_that_are_not_small(std):
     inputs = std * table(4_000) + torch.tensor([0.0, 0.0, 20.0])
     expected = 20 / max(std, 1.0)
-    assert distance_from_zero(NET, (table(), inputs)) == pytest.approx(expected, rel=0.1)
-    assert distance_from_zero(nn.Sequential(nn.BatchNorm1d(3), NET), inputs) == 0.0
+    found = distance_from_zero(columns_of(NET, (table(), inputs)))
+    assert found == pytest.approx(expected, rel=0.1)
+    assert distance_from_zero(columns_of(nn.Sequential(nn.BatchNorm1d(3), NET), inputs)) == 0.0
 
 
 def test_a_net_that_standardises_by_its_buffers():
     net = NetOf(lambda net, x: net.layer(x - net.mean), layer=nn.Linear(3, 1))
     net.register_buffer("mean", torch.tensor(2000.0))
-    assert distance_from_standard(net, 2000 + table()) == 1.0
+    assert distance_from_standard(columns_of(net, 2000 + table())) == 1.0
 
 
 LIKELIHOOD = tyxe.likelihoods.HomoskedasticGaussian(120, scale=1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -87,7 +87,8 @@ def _warn_of_inputs(bnn: SupervisedBNN, inputs: Inputs) -> None:
     if bnn._runtime.has_met_inputs:
         return
     bnn._runtime.has_met_inputs = True
-    distance, offset = distance_from_standard(bnn.net, inputs), distance_from_zero(bnn.net, inputs)
+    columns = columns_of(bnn.net, inputs)
+    distance, offset = distance_from_standard(columns), distance_from_zero(columns)
     if (distance > FAR or offset > OFF_CENTRE) and distance < math.inf:
         warn(
             f"inputs are not standardised: some columns are {distance:,.0f} times as large as "
@@ -118,38 +119,42 @@ def check_is_finite(inputs: Inputs) -> None:
         raise ValueError(f"a batch has inputs that are not finite: {_DROP_POINTS}")
 
 
-def distance_from_standard(net: nn.Module, inputs: Inputs) -> float:
-    """Return how far the columns of inputs are from mean 0 and standard deviation 1, from 1 up.
+def distance_from_standard(columns: Iterable[Tensor]) -> float:
+    """Return how far `columns_of` inputs are from mean 0 and standard deviation 1, from 1 up.
 
-    It is the largest root mean square of a column over the smallest, where that is below 1. Columns
-    of which half is one number, such as codes and borders of images, are left out, and of many the
-    smallest twentieth. It is 1 where there is nothing to say: fewer than ten rows, no real numbers,
-    or a net that begins with a norm, or with buffers, which may be a mean and a scale.
+    It is the largest root mean square of a column over the smallest, where that is below 1; of many
+    the smallest twentieth is left out. It is 1 where there are none.
     """
     found = 1.0
-    for x in _columns_of(net, inputs):
+    for x in columns:
         sizes = x.square().mean(0).sqrt().sort().values
         found = max(found, float(sizes[-1] / sizes[len(sizes) // 20].clamp(max=1.0)))
     return found
 
 
-def distance_from_zero(net: nn.Module, inputs: Inputs) -> float:
+def distance_from_zero(columns: Iterable[Tensor]) -> float:
     """Return the largest mean of a column over its standard deviation, or over 1 if this is less.
 
-    The columns are those of `distance_from_standard`. It is 0 where there are none.
+    It is 0 where there are none.
     """
     found = 0.0
-    for x in _columns_of(net, inputs):
+    for x in columns:
         # Rows of a batch may be in order, and so nearer to each other than those of all data.
         found = max(found, float((x.mean(0).abs() / x.std(0).clamp(min=1.0)).max()))
     return found
 
 
-def _columns_of(net: nn.Module, inputs: Inputs) -> Iterator[Tensor]:
-    norms = norms_of(net)
+def columns_of(net: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Return the columns of each of a net's inputs, `(rows, columns)`, that can be compared.
+
+    Columns of which half is one number, such as codes and borders of images, are left out. There
+    are none of fewer than ten rows, of what is no real number, and of a net that begins with a
+    norm, or with buffers, which may be a mean and a scale.
+    """
+    norms, found = norms_of(net), []
     for part in net.modules():
         if part in norms or any(True for _ in part.buffers(recurse=False)):
-            return
+            return []
         if not any(part.children()):
             break
     for leaf in tree_leaves(inputs):
@@ -159,7 +164,8 @@ def _columns_of(net: nn.Module, inputs: Inputs) -> Iterator[Tensor]:
         x = x[:, :: max(1, x.shape[1] // LOOKED_AT_COLUMNS)].float()
         x = x[:, (x == x.median(0).values).float().mean(0) < 0.5] if len(x) >= 10 else x[:, :0]
         if x.numel():
-            yield x
+            found.append(x)
+    return found
 
 
 def warn_of_size(points: float, size: float, num_terms: int = 1) -> bool:

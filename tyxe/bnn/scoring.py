@@ -56,7 +56,9 @@ def evaluated(
     """Return error and log-likelihood, the first two scores of each batch, reduced over points."""
 
     def one(inputs: Inputs, targets: Any, again: ReplayedDraws) -> tuple[Any, ...]:
-        return *score(inputs, targets, again)[:2], bnn.likelihood.score_counts(targets)
+        scores = score(inputs, targets, again)[:2]
+        kept, _ = bnn.likelihood.counted(targets)
+        return *scores, bnn.likelihood.score_counts(kept)
 
     loader = bnn._to_evaluate(input_data, unpack)
     with all_or_none(group):
@@ -129,7 +131,8 @@ def flattened(predictions: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Te
 
 def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
     """Return how often each point of a batch counts, of those that do."""
-    counts = likelihood.score_counts(targets)
+    kept, _ = likelihood.counted(targets)
+    counts = likelihood.score_counts(kept)
     return counts if counts.dim() == 1 else counts[-1]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe.bnn import LaplaceBNN, VariationalBNN
-from tyxe.bnn.checks import KL_DWARFS, UNLIKE, distance_from_standard, relative_scale
+from tyxe.bnn.checks import KL_DWARFS, UNLIKE, columns_of, distance_from_standard, relative_scale
 from tyxe.bnn.elbo import Objective
 from tyxe.bnn.reading import unread_sites
 from tyxe.bnn.runtime import fitting
@@ -270,7 +270,8 @@ def _score(prior: Any, loc: Tensor) -> Tensor:
 
 def inputs(case: Case) -> Iterator[Line]:
     """Compare the net's inputs with standardised ones, and look for sites that it does not read."""
-    found = [distance_from_standard(case.bnn.net, inputs) for inputs, _ in case.to_fit]
+    columns = (columns_of(case.bnn.net, inputs) for inputs, _ in case.to_fit)
+    found = [*map(distance_from_standard, columns)]
     yield Line(
         "size of inputs over that of standardised ones",
         max(found),

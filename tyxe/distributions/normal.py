@@ -175,12 +175,13 @@ def as_gaussian(distribution: Any) -> Any:
     return None
 
 
-def gaussian_event(distribution: td.Distribution, event_dim: int) -> td.Distribution | None:
-    """Return `as_gaussian` with so many event dimensions, of which KLs are known, or None."""
+def gaussian_event(distribution: Any, event_dim: int | None = None) -> td.Distribution | None:
+    """Return `as_gaussian` with its event dimensions, or so many, of which KLs are known."""
     normal = as_gaussian(distribution)
     if normal is None:
         return None
-    return td.Independent(td.Normal(normal.loc, normal.scale), event_dim)
+    dims = len(distribution.event_shape) if event_dim is None else event_dim
+    return td.Independent(td.Normal(normal.loc, normal.scale), dims)
 
 
 @as_gaussian.register

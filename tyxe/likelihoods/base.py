@@ -180,7 +180,9 @@ class Likelihood(nn.Module, ABC):
 
     def with_gradients(self, enabled: bool) -> Likelihood:
         """Return itself, or a copy whose parameters, such as a noise, record no gradients."""
-        return self if enabled else copy.deepcopy(self).requires_grad_(False)
+        if enabled or not any(parameter.requires_grad for parameter in self.parameters()):
+            return self
+        return copy.deepcopy(self).requires_grad_(False)
 
     # ------------------------------------------------------------------ what comes, and counts
 
@@ -243,9 +245,8 @@ class Likelihood(nn.Module, ABC):
         rows = counts.nonzero()[:, 0]
         return found[rows], rows
 
-    def score_counts(self, targets: Tensor | Targets) -> Tensor:
-        """Return how often each point that counts does; for a `Joint`, `(parts + 1, n)`."""
-        kept, _ = self.counted(targets)
+    def score_counts(self, kept: Targets) -> Tensor:
+        """Return how often points that `counted` keeps do; for a `Joint`, `(parts + 1, n)`."""
         return torch.ones(len(kept), device=kept.device) if kept.weights is None else kept.weights
 
     def output_counts(self, targets: Tensor | Targets, outputs: Tensor) -> Tensor | None:

@@ -199,8 +199,7 @@ class Joint(Likelihood):
         shape = found.batch_shape[1:] + found.event_shape
         return shape, torch.long if found.support.is_discrete else outputs.dtype
 
-    def score_counts(self, targets: Any) -> Tensor:
-        kept, _ = self.counted(targets)
+    def score_counts(self, kept: Targets) -> Tensor:
         whole = super().score_counts(kept)
         each = (own.counts() for own in self._by_part(kept).values())
         return torch.stack([whole if own is None else whole * own for own in each] + [whole])

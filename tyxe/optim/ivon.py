@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tyxe import check
 from tyxe.check import described
-from tyxe.distributions import FactorizedNormal, as_gaussian
+from tyxe.distributions import FactorizedNormal
 from tyxe.distributions.normal import gaussian_event
 from tyxe.distributions.normal_kl import known_numbers
 from tyxe.guides import AutoNormal
@@ -168,18 +168,18 @@ def _sites_of(bnn: Any, options: Any, groups: Any) -> dict[Tensor, _Site]:
     found: dict[Tensor, _Site] = {}
     posterior = guide.posterior() if isinstance(guide, AutoNormal) else {}
     for own, given in bnn.net_prior.priors() if posterior else ():
-        name, normal = bnn.net_prior.prefix + own, as_gaussian(given)
+        name = bnn.net_prior.prefix + own
         q: Any = posterior[name]
+        prior: Any = gaussian_event(given)
         plain = isinstance(q, FactorizedNormal) and held >= {id(q.loc), id(q.log_scale)}
         plain = plain and q.loc.element_size() >= 4  # small changes of h are lost in others
-        prior = without_events(given)
-        of = f"{name!r} with the posterior {described(q)} and the prior {described(prior)}"
-        refused[of] = not plain or normal is None
+        of = f"{name!r} with the posterior {described(q)} and the prior "
+        of += described(without_events(given))
+        refused[of] = not plain or prior is None
         if not refused[of]:
+            normal = without_events(prior)
             numbers = known_numbers(normal) or normal
-            as_event = gaussian_event(given, len(given.event_shape))
-            known: Any = given if isinstance(prior, td.Normal) else as_event
-            found[q.loc] = (name, q, known, numbers.loc, numbers.scale**-2)
+            found[q.loc] = (name, q, prior, numbers.loc, numbers.scale**-2)
     for what in (what for what, is_so in refused.items() if is_so):
         raise ValueError(
             f"IVON does not serve {what}: it needs a VariationalBNN with tyxe.guides.AutoNormal, "
