@@ -99,6 +99,17 @@ def test_metrics_are_logged(tmp_path):
     torch.testing.assert_close(predicted, bnn.predict(X, num_predictions=0))
 
 
+def test_the_loss_of_an_epoch_counts_weights_of_points_once(tmp_path):
+    weights = torch.where(torch.arange(N) < 20, 5.0, 0.1)
+    bnn = variational(likelihood=tyxe.likelihoods.Categorical(float(weights.sum())))
+    data = DataLoader(TensorDataset(X, Y, weights), 4)
+    own = trainer(tmp_path)
+    own.fit(LightningBNN(bnn, ADAM, beta=0.5), data)
+    logged = own.callback_metrics
+    loss = (0.5 * logged["train_kl_epoch"] - logged["train_log_likelihood_epoch"]) / weights.sum()
+    torch.testing.assert_close(logged["train_loss_epoch"], loss)
+
+
 def test_parts_of_a_joint_likelihood_are_logged(tmp_path):
     own = trainer(tmp_path)
     points = [(x, {"kind": y, "size": x[:1]}) for x, y in zip(X, Y, strict=True)]

@@ -95,7 +95,9 @@ class LightningBNN(lightning.LightningModule):
         loss = self.trainable(batch)
         terms = self.trainable.terms
         assert terms is not None
-        found = {"loss": loss.detach(), "log_likelihood": terms.data, "kl": terms.kl}
+        # The step's loss has the weights of its points already, by which means are weighted here.
+        shown = (self.trainable.beta * terms.kl - terms.data) / self.bnn.likelihood.dataset_size
+        found = {"loss": shown, "log_likelihood": terms.data, "kl": terms.kl}
         self._log("train", found, terms.points)
         return loss
 
