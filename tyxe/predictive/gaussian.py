@@ -17,9 +17,13 @@ from tyxe.likelihoods import (
     HomoskedasticGaussian,
     Joint,
     Likelihood,
+    NegativeBinomial,
+    Poisson,
+    StudentT,
 )
 from tyxe.likelihoods.joint import of_part
 from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
+from tyxe.util import at_least_float32
 
 # From a batch of inputs to the outputs' mean, `(n, ...)`, and covariance, `(n, ..., C, C)`.
 Outputs = Callable[[Any], tuple[Tensor, Tensor]]
@@ -83,8 +87,8 @@ def predict_from_gaussian(
 ) -> Any:
     """Return the prediction for Gaussian outputs, of the form of `aggregate_predictions`.
 
-    Probabilities of classes and binary labels are computed by the link, Gaussians in closed form or
-    by quadrature over the noise, and any other likelihood by samples of the outputs.
+    Probabilities of classes and binary labels are computed by the link, numbers and counts in
+    closed form or by quadrature over the noise, and any other likelihood by samples of the outputs.
 
     Args:
         likelihood: the likelihood whose parameters the outputs are.
@@ -140,12 +144,22 @@ def _(likelihood: Bernoulli, outputs: GaussianOutputs) -> Tensor:
     return link(outputs.mean, outputs.variance(), outputs.options.num_samples)
 
 
-@gaussian_prediction.register
-def _(likelihood: HomoskedasticGaussian, outputs: GaussianOutputs) -> tuple[Tensor, Tensor]:
+@gaussian_prediction.register(HomoskedasticGaussian)
+@gaussian_prediction.register(StudentT)
+def _(
+    likelihood: HomoskedasticGaussian | StudentT, outputs: GaussianOutputs
+) -> tuple[Tensor, Tensor]:
     latents = outputs.options.latents
-    noise = likelihood.scale_of(latents, outputs.mean).square()
+    noise = likelihood._variance(latents, outputs.mean)
     noise = noise.mean(0) if latents else noise
     return outputs.mean, (outputs.variance() + noise).sqrt()
+
+
+@gaussian_prediction.register(Poisson)
+@gaussian_prediction.register(NegativeBinomial)
+def _(likelihood: Poisson | NegativeBinomial, outputs: GaussianOutputs) -> Tensor:
+    # The log of the mean of a log-normal.
+    return at_least_float32(outputs.mean) + outputs.variance() / 2
 
 
 @gaussian_prediction.register
