@@ -17,7 +17,7 @@ class EarlyStopping:
 
     More is better, ties are no improvement, and a member that has waited for `patience` epochs has
     stopped for good. It goes back to its best epoch, or without `restore_best` to that in which it
-    stopped, where it had the parameters `best` and the `scores`.
+    stopped, where it had the parameters `best` and the `scores`. `epochs` are how many it had.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class EarlyStopping:
         self._patience, self._restore_best = patience, restore_best
         self.best = {name: p.detach().clone() for name, p in parameters.items()}
         self.scores: Tensor | None = None
+        self.epochs: Any = 0
         self._waited: Tensor | None = None
 
     def ends(self) -> bool:
@@ -39,6 +40,7 @@ class EarlyStopping:
         if self.scores is None or self._waited is None:
             self.scores, self._waited = torch.full_like(now, -torch.inf), torch.zeros_like(now)
         goes_on = self._waited < (torch.inf if self._patience is None else self._patience)
+        self.epochs = self.epochs + goes_on
         better = goes_on & (now > self.scores)
         kept = better if self._restore_best else goes_on
         for name, parameter in self._parameters.items():

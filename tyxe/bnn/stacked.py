@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe.bnn.batches import OwnBatches, device_for
-from tyxe.bnn.checkpoint import History, fitted_words
+from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_num_epochs, check_one_batch, warn_of_size
 from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
 from tyxe.bnn.elbo import MeanWeight, Objective
@@ -106,12 +106,15 @@ def fit_stacked(
                 history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
         if stopping is not None and stopping.scores is not None:
             stopping.go_back()
+            for history, own in zip(histories, stopping.epochs.tolist(), strict=True):
+                for values in vars(history).values():
+                    del values[own:]
         stacked.hand_over(stacked.tensors)
     except BaseException:
         stacked.hand_over(stacked.starts)  # held-out data were scored by the members themselves
         raise
     for member, history in zip(members, histories, strict=True):
-        member._stage = fitted_words(len(history.loss))
+        member._end_epoch(len(history.loss) - 1)
     return histories
 
 
