@@ -593,6 +593,15 @@ def test_scores_of_regressors_are_those_of_their_normals():
             assert_weights_repeat(scorer, pipeline, x, targets)
 
 
+def test_scorers_take_arrays_that_nobody_may_write_to():
+    x, y = regression()
+    model, weights = BayesianRegressor(method="map", **SHORT).fit(x, y), np.arange(len(y))
+    expected = neg_nll(model, x, y, weights)
+    for part in (x, y, weights):
+        part.flags.writeable = False  # as those of pandas
+    assert neg_nll(model, x, y, weights) == expected
+
+
 def test_the_score_of_a_classifier_is_its_log_loss():
     x, y = classes()
     model = BayesianClassifier(method="map", **SHORT).fit(x, y)

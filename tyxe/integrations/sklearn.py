@@ -450,8 +450,9 @@ def _of_normal(metric: Any, estimator: Any, X: Any, y: Any, sample_weight: Any) 
             f"{type(estimator).__name__} predicts classes; expected a regressor, or use neg_nll"
         )
     values = (*estimator.predict(X, return_std=True), y)
-    mean, std, y = (torch.as_tensor(np.asarray(v, dtype=np.float64)) for v in values)
-    weights = None if sample_weight is None else torch.as_tensor(np.asarray(sample_weight))
+    # Copies, since PyTorch warns of arrays that cannot be written to, such as those of pandas.
+    mean, std, y = (torch.as_tensor(np.array(v, dtype=np.float64)) for v in values)
+    weights = None if sample_weight is None else torch.as_tensor(np.array(sample_weight))
     return -float(metric(mean, std, y, weights))
 
 
