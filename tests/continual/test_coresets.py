@@ -57,11 +57,12 @@ def test_restored_puts_what_belongs_to_the_wrapper_back():
     bnn = variational()
     adam = torch.optim.Adam(bnn.parameters(), lr=1e-2)
     bnn.fit([data("first")], adam, 3)
-    epochs = bnn.checkpoint()["epoch"]
+    epochs, described = bnn.checkpoint()["epoch"], repr(bnn)
     with restored(bnn):
         bnn.fit([data("second")], torch.optim.SGD(bnn.parameters(), lr=1e-3), 5)
     assert bnn.optimizer is adam
     assert bnn.checkpoint()["epoch"] == epochs == 3
+    assert repr(bnn) == described
     bnn = laplace(curvature_weight=3.0)
     bnn.fit([data("first")], torch.optim.Adam, 2)
     before = copy.deepcopy(dict(bnn.state_dict()))

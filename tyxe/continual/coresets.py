@@ -122,6 +122,7 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
         True
     """
     with ExitStack() as last_first:
+        last_first.callback(setattr, bnn, "_stage", bnn._stage)
         if heads is not None:
             heads.check_of(bnn)
         if isinstance(bnn, SupervisedBNN):

@@ -234,6 +234,7 @@ class TaskLoop:
         if saved != own:
             raise ValueError(f"the run to resume has the parts {saved}, this loop {own}")
         with exclusive(), ExitStack() as undone:
+            undone.callback(setattr, self.bnn, "_stage", self.bnn._stage)
             undone.callback(self._take, self.state_dict(), strict=False)
             undone.callback(self.bnn.net_prior.restore, self.bnn.net_prior.snapshot())
             self._take(state)
