@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from tyxe.autocast import autocast_like, full_precision
+from tyxe.autocast import autocast_like, full_precision, rounding_of_maps
 from tyxe.poutine import LinearMap, local_reparameterization_moments
 
 ONE = torch.ones(1, 1)
@@ -36,3 +37,14 @@ def test_moments_are_formed_on_a_device_without_autocast():
     event = LinearMap("linear", torch.nn.functional.linear, x, weight, None, 0, 0)
     mean, variance = local_reparameterization_moments(event, (weight, weight), None)
     assert mean.shape == variance.shape == (4, 2)
+
+
+def test_maps_of_a_gpu_may_round_to_tf32():
+    with FakeTensorMode():
+        weight = torch.ones(1, 1, device="cuda")
+        assert rounding_of_maps(weight) == 2**-10
+        assert rounding_of_maps(weight.double()) == torch.finfo(torch.float64).eps
+        assert rounding_of_maps(weight.bfloat16()) == torch.finfo(torch.bfloat16).eps
+    assert rounding_of_maps(ONE) == torch.finfo(torch.float32).eps
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rounding_of_maps(ONE) == torch.finfo(torch.bfloat16).eps

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 import tyxe
-from tyxe.util import aligned
+from tyxe.util import aligned, at_each
 
 # --- fans ---------------------------------------------------------------------------------------
 
@@ -245,3 +245,27 @@ def test_a_part_of_a_vector_is_copied_where_a_parameter_would_start_elsewhere():
     assert aligned(whole) is whole
     assert aligned(even) is even
     assert aligned(part) is not part
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention on a processor
+def test_passes_at_many_draws_use_no_fused_layers(monkeypatch):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x, parameters = torch.randn(6, 5, 8), dict(layer.named_parameters())
+    stacked = {name: torch.stack([p.detach(), 2 * p.detach()]) for name, p in parameters.items()}
+    fused, calls = torch._transformer_encoder_layer_fwd, []
+
+    def noted(*args):
+        calls.append(args)
+        return fused(*args)
+
+    def run(values):
+        return torch.func.functional_call(layer, values, x)
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", noted)
+    with torch.no_grad():
+        found = at_each(run, stacked)
+        assert not calls
+        for row, expected in enumerate(found):
+            one = run({name: rows[row] for name, rows in stacked.items()})
+            torch.testing.assert_close(one, expected)
+    assert len(calls) == 2

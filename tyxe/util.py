@@ -14,6 +14,7 @@ from pyro.nn.module import PyroModule
 from pyro.nn.module import to_pyro_module_ as to_pyro_module_  # offered from here
 from torch import Tensor, nn
 from torch.distributions import constraints
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from tyxe import check
@@ -446,6 +447,21 @@ def in_function_transform() -> bool:
     """Whether a `torch.func` transform is active, which custom autograd nodes do not take."""
     # PyTorch has no public name for it.
     return torch._C._are_functorch_transforms_active()
+
+
+def at_each(
+    function: Callable[[dict[str, Tensor]], Tensor],
+    stacked: Mapping[str, Tensor],
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Return a function of the rows of stacked tensors by `torch.vmap`, so many of them at a time.
+
+    PyTorch's fused layers, which take one row at a time, and no row that starts anywhere, are not
+    used. Any active mode turns them off.
+    """
+    with BaseTorchFunctionMode():
+        found: Tensor = torch.vmap(function, chunk_size=chunk_size)(dict(stacked))
+    return found
 
 
 def aligned(tensor: Any) -> Any:

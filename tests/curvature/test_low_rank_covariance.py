@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from tests.curvature.test_against_loops import made
 from tests.oracles.curvature import dense_jacobian, low_rank_precision
-from tyxe.curvature import Linearization, functional_covariance, output_covariance
+from tyxe.curvature import Linearization, functional_covariance, gradients, output_covariance
 from tyxe.curvature.linearize import Linearized
 from tyxe.linalg import BlockDiagonal, LowRank
 
@@ -31,7 +31,7 @@ def image_net():
 @pytest.mark.parametrize("in_rows", [True, False])
 def test_blocks_are_taken_by_whichever_way_is_shorter_in_pieces(monkeypatch, budget, in_rows):
     monkeypatch.setattr(output_covariance, "CACHED_ROWS", budget)
-    monkeypatch.setattr(output_covariance, "BUDGET", budget)
+    monkeypatch.setattr(gradients, "BUDGET", budget)
     ways, plain = [], output_covariance._is_shorter_by_positions
 
     def looked(*given):

@@ -4,6 +4,7 @@ import copy
 from functools import partial
 from types import SimpleNamespace
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import tyxe
 from tests.oracles.curvature import jacobian_of, laplace
 from tests.oracles.nets import NetOf
-from tyxe.curvature import accumulators, gradients, layer_calls, output_covariance
+from tyxe.curvature import accumulators, gradients, layer_calls, linearize, output_covariance
 from tyxe.curvature.gradients import OuterProductGradients
 from tyxe.curvature.linearize import Linearization
 from tyxe.data import Targets
@@ -116,7 +117,7 @@ def test_the_full_matrix_of_outer_products(monkeypatch, budget, curvature):
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x = torch.randn(5, 3).double()
     batches = [(x[:2], torch.zeros(2).long()), (x[2:], torch.zeros(3).long())]
-    monkeypatch.setattr(accumulators, "BUDGET", budget)
+    monkeypatch.setattr(gradients, "BUDGET", budget)
     torch.manual_seed(1)
     bnn = laplace(net, curvature=curvature)
     bnn.fit_curvature(batches, progress=False)
@@ -139,8 +140,7 @@ def test_gradients_and_covariances_come_in_chunks(monkeypatch, structure):
         bnn.fit_curvature(data, progress=False)
         operator = bnn.state.curvature.operator.to_dense()
         found.append((operator, bnn.functional_variance(data[0][0])))
-        for module in (accumulators, output_covariance):
-            monkeypatch.setattr(module, "BUDGET", 1)
+        monkeypatch.setattr(gradients, "BUDGET", 1)
         monkeypatch.setattr(output_covariance, "CACHED_ROWS", 1)
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
 
@@ -333,3 +333,45 @@ def test_squares_of_several_cotangents(monkeypatch, budget, positions, count):
     expected = torch.stack([each.dense().square().sum(0) for each in held]).sum(0)
     monkeypatch.setattr(gradients, "BUDGET", budget)
     torch.testing.assert_close(gradients.squared_sums(held), expected, rtol=1e-10, atol=1e-12)
+
+
+class Doubled(torch.autograd.Function):
+    """Twice the input, by a backward that reads a number, which `torch.vmap` does not take."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad if grad.sum().item() < torch.inf else grad
+
+
+def of_images(structure, curvature, reads):
+    """The curvature, covariances and joint covariance of a net of convolutions, and its notes."""
+    torch.manual_seed(0)
+    middle = NetOf(lambda net, x: Doubled.apply(x)) if reads else nn.BatchNorm2d(4)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), middle, nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
+    x, y = torch.randn(6, 2, 4, 4), torch.tensor([0, 1, 2, 3, 4, 0])
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm2d])
+    options = {"structure": structure, "curvature": curvature}
+    bnn = tyxe.LaplaceBNN(net, prior, Categorical(6), **options)
+    pyro.set_rng_seed(0)
+    bnn.fit_curvature([(x, y)], progress=False)
+    found = bnn.log_marginal_likelihood(), bnn.functional_variance(x)
+    joint = bnn.functional_variance(x, joint=True), bnn.predict(x, link="probit")
+    return [torch.as_tensor(one) for one in (*found, *joint)], bnn._runtime.linearized
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["plain", "reads"])
+@pytest.mark.parametrize("most", [2**29, 2 * 6 * 21])  # numbers of gradients: all, or of two
+@pytest.mark.parametrize("curvature", ["ggn", "fisher"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_one_backward_of_several_cotangents(structure, curvature, most, reads, monkeypatch):
+    expected, _ = of_images(structure, curvature, reads)
+    monkeypatch.setattr(linearize, "AT_ONCE", ("cpu",))
+    monkeypatch.setattr(linearize, "MOST_AT_ONCE", most)
+    found, known = of_images(structure, curvature, reads)
+    assert known.takes_several == (not reads)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

@@ -103,6 +103,23 @@ def test_elbo_terms_have_the_numbers_of_the_processor() -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-7)
 
 
+def test_convolutions_that_round_keep_their_factors() -> None:
+    """By default they round to TF32, and two passes differ by more than float32 does."""
+    body = [part for _ in range(8) for part in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())]
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), *body, nn.Flatten(), nn.Linear(16 * 36, 5))
+    x, y, found = torch.randn(32, 3, 8, 8), torch.arange(32) % 5, []
+    for device in ("cpu", DEVICE):
+        likelihood = tyxe.likelihoods.Categorical(32)
+        bnn = tyxe.LaplaceBNN(copy.deepcopy(net).to(device), NORMAL, likelihood, structure="kron")
+        bnn.fit_curvature([(x, y)])
+        found.append(bnn.functional_variance(x).cpu())
+        known = bnn._runtime.linearized
+        assert not known.exact
+        assert known.takes_several
+    assert bool(known.several_compared) == IS_GPU
+    torch.testing.assert_close(found[1], found[0], rtol=0.03, atol=0.03 * float(found[0].mean()))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap on a processor
 def test_recurrent_nets_have_a_curvature(full_precision: None) -> None:
     class Last(nn.Module):

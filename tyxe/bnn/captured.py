@@ -11,8 +11,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
+from tyxe.autocast import is_close
 from tyxe.bnn.batches import copied
-from tyxe.bnn.compiled import CompiledStep, is_close, restore
+from tyxe.bnn.compiled import CompiledStep, restore
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.errors import warn
 from tyxe.program import Capture, Program, copy_into, has_graphs, reason_of

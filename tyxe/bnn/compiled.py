@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tyxe.autocast import is_close
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.fingerprint import fingerprint
 from tyxe.bnn.standin import Outline, StandIn, modes_of
@@ -204,10 +205,3 @@ def restore(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         if not torch.equal(tensor, value):  # or it would have a new version
             tensor.copy_(value)
-
-
-def is_close(found: Tensor, expected: Tensor) -> bool:
-    """Whether a tensor is another but for rounding; what is not finite is not compared."""
-    tolerance = torch.finfo(expected.dtype).eps ** 0.4
-    error, size = (found - expected).norm(), expected.norm()
-    return bool(error <= tolerance * (size + tolerance)) or not bool(size.isfinite())

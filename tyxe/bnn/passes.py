@@ -19,7 +19,7 @@ from tyxe.predictive.one_pass import MOST_GIVEN, has_hooks, is_faster
 from tyxe.predictive.prefix import SiteFreePrefix
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import exclusive, handlers
-from tyxe.util import Inputs, in_function_transform, kind_of_batch, same_numbers
+from tyxe.util import Inputs, at_each, in_function_transform, kind_of_batch, same_numbers
 
 
 def stacked(draws: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -77,8 +77,7 @@ class NetOnBatch:
 
     def at_once(self, stacked: Mapping[str, Tensor], size: int | None = None) -> Tensor:
         """Return what `one_by_one` does, by `torch.vmap` of so many draws at a time."""
-        outputs: Tensor = torch.vmap(self, chunk_size=size)(stacked)
-        return outputs
+        return at_each(self, stacked, size)
 
     def look(self, draws: Iterable[Mapping[str, Tensor]]) -> None:
         """Make passes until one has been compared, for passes in a transform, where none can be."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.curvature.gradients import BUDGET, OuterProductGradients, PointGradients, squared_sums
+from tyxe.curvature.gradients import OuterProductGradients, PointGradients, budget, squared_sums
 from tyxe.curvature.layer_calls import second_moment
 from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
@@ -92,7 +92,7 @@ class DiagonalAccumulator(Accumulator):
         self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
     ) -> None:
         held = sum(each.g.numel() for own in self._held.values() for each in own)
-        if first or held > BUDGET:
+        if first or held > budget(self.like.device):
             self._flush()
         for name, each in gradients.items():
             if (
@@ -144,7 +144,7 @@ class FullAccumulator(Accumulator):
         self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
     ) -> None:
         held = sum(each.g.numel() for held in self._held for each in held)
-        if first or self.noises > 1 or held > BUDGET:
+        if first or self.noises > 1 or held > budget(self.like.device):
             self._flush()
         self._matrix = self._matrices[noise]
         outer = [g for g in gradients.values() if isinstance(g, OuterProductGradients)]

@@ -263,10 +263,13 @@ def _add(
     roots, once = counts_apart(likelihood, outputs, targets, curvature)
     several = accumulator.noises > 1  # and then each output has a column of its own
     noises = _noises_of(likelihood, outputs).flatten().tolist() if several else itertools.repeat(0)
-    columns = enumerate(CURVATURES[curvature](likelihood, outputs, once))
-    for noise, (index, column) in zip(noises, columns, strict=False):
-        column = column.detach() if roots is None else column.detach() * roots
-        accumulator.add(linear.gradients(column), index == 0, targets, noise)
+    columns = (
+        column.detach() if roots is None else column.detach() * roots
+        for column in CURVATURES[curvature](likelihood, outputs, once)
+    )
+    gradients = enumerate(linear.gradients_of(columns))
+    for noise, (index, each) in zip(noises, gradients, strict=False):
+        accumulator.add(each, index == 0, targets, noise)
 
 
 def counts_apart(

@@ -17,8 +17,14 @@ from tyxe.util import Inputs, is_constant
 PointFunction = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
 
 ALL = slice(None)
-# Largest number of elements of per-point gradients held at a time.
-BUDGET = 2**24
+# Largest numbers of elements of per-point gradients held at a time on a processor and on a GPU,
+# which does the work of small pieces in less time than the host takes to ask for it.
+BUDGET, BUDGET_OF_GPU = 2**24, 2**27
+
+
+def budget(device: torch.device) -> int:
+    """Return how many elements of per-point gradients are held at a time on a device."""
+    return BUDGET if device.type == "cpu" else BUDGET_OF_GPU
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class OuterProductGradients:
         rows, found = places.div(columns, rounding_mode="floor"), []
         inputs = rows.div(self.g.shape[3], rounding_mode="floor") * columns + places % columns
         is_dense = size <= positions * len(places)
-        chunk = max(1, BUDGET // (size if is_dense else positions * len(places)))
+        chunk = max(1, budget(self.g.device) // (size if is_dense else positions * len(places)))
         for start in range(0, len(self), chunk):
             part = slice(start, start + chunk)
             if is_dense:
@@ -81,7 +87,7 @@ class OuterProductGradients:
             squares = self.g[:, 0].square(), self.a[:, 0].square()
             return torch.einsum("ngo,ngi->goi", *squares).flatten()
         size = self.a.shape[2:].numel() * self.g.shape[3]
-        chunk, total = max(1, BUDGET // size), self.a.new_zeros(size)
+        chunk, total = max(1, budget(self.g.device) // size), self.a.new_zeros(size)
         for start in range(0, len(self), chunk):
             total += _squared_sum(self.dense(slice(start, start + chunk)))
         return total
@@ -137,7 +143,7 @@ def squared_sums(cotangents: Sequence[OuterProductGradients]) -> Tensor:
     a, (r, s) = first.a[:, :, 0], torch.triu_indices(positions, positions, device=first.g.device)
     twice = 1 + (r != s).to(a)
     total = a.new_zeros(outputs, columns)
-    chunk = max(1, BUDGET // (pairs * (columns + 2 * count * outputs)))
+    chunk = max(1, budget(a.device) // (pairs * (columns + 2 * count * outputs)))
     for start in range(0, len(a), chunk):
         part = slice(start, start + chunk)
         g = torch.stack([each.g[part, :, 0] for each in cotangents])
@@ -173,7 +179,7 @@ def vectorized_gradients(
         return function(sites, batch, weight)
 
     size = sum(value.numel() for value in sites.values())
-    chunk = max(1, BUDGET // size)
+    chunk = max(1, budget(cotangent.device) // size)
     gradients = torch.vmap(torch.func.grad(on_row), in_dims=(None, dims, 0), chunk_size=chunk)
     found: dict[str, Tensor] = gradients(dict(sites), inputs, cotangent)
     return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
 from tyxe import check
-from tyxe.autocast import autocast_like, dtype_of_maps
+from tyxe.autocast import autocast_like, is_close, rounding_of_maps
 from tyxe.curvature import layer_calls
 from tyxe.curvature.gradients import (
     DenseGradients,
@@ -36,6 +37,11 @@ from tyxe.util import (
     outside_of_inference,
 )
 
+# Types of devices on which several cotangents have one backward, since the device waits for the
+# host in that of one; and how many numbers the gradients in maps may have then.
+AT_ONCE: tuple[str, ...] = ("cuda",)
+MOST_AT_ONCE = 2**29
+
 # Runs a net on a batch at values of its sites, with no gradients in other parameters.
 Forward = Callable[[Mapping[str, Tensor], Inputs], Any]
 
@@ -50,6 +56,9 @@ class Linearized:
     exact: set[str] = field(default_factory=set)
     # Kinds of batches on which gradients were compared with autograd's.
     compared: set[Any] = field(default_factory=set)
+    # Whether several cotangents may have one backward, and the kinds on which it was compared.
+    takes_several: bool = True
+    several_compared: set[Any] = field(default_factory=set)
     # Where maps hold the points in a kind of batches, as far as one of these showed it.
     batch_dims: dict[Any, list[BatchDims | None]] = field(default_factory=dict)
 
@@ -202,13 +211,12 @@ class Linearization:
         scales = 2 + torch.arange(self.points, device=cotangent.device).mul(2.4).cos().to(cotangent)
         try:
             gradients = self.gradients(cotangent)
-            scaled = self._linear_gradients(cotangent * _along_points(scales, cotangent))
+            (scaled,) = self._linear_gradients([cotangent * _along_points(scales, cotangent)])
         except layer_calls.PointsNotApart as reason:
             return reason.sites, reason
         for block in self.blocks:
             own, right = gradients[block.name], at_least_float32(block.to_vector(expected))
-            dtype = dtype_of_maps(self._values[block.sites[0]])
-            tolerance = torch.finfo(dtype).eps ** 0.4
+            tolerance = rounding_of_maps(self._values[block.sites[0]]) ** 0.4
             error = (own.sum() - right).norm()
             known = bool(error <= tolerance * right.norm().clamp(min=tolerance * cotangent.norm()))
             if block.name in scaled:
@@ -246,7 +254,7 @@ class Linearization:
         asked_of = range(0 if not calls else 1 if first else 2)
         outputs = self.outputs.detach()
         queries = [layer_calls.alternating_points(outputs, n) for n in asked_of]
-        gradients = [list(self._gradients(calls, query)) for query, _ in queries]
+        gradients = [[own for (own,) in self._gradients(calls, [query])] for query, _ in queries]
         dims = [
             call.batch_dims if one in (None, POINTS_FIRST) else one
             for call, one in zip(self._recorded, found, strict=True)
@@ -291,17 +299,37 @@ class Linearization:
         """Return a tensor, without its graph unless that is to be differentiated again."""
         return tensor if self._differentiable else tensor.detach()
 
-    @outside_inference()
     def gradients(self, cotangent: Tensor) -> dict[str, PointGradients]:
         """Return the gradient of each point's `cotangent . outputs` in each block, by its name."""
+        (found,) = self.gradients_of([cotangent])
+        return found
+
+    def gradients_of(self, cotangents: Iterable[Tensor]) -> Iterator[dict[str, PointGradients]]:
+        """Yield `gradients` of each of some cotangents, by as few backwards as is fastest."""
+        left = iter(cotangents)
+        while some := [*itertools.islice(left, self._num_at_once())]:
+            yield from self._gradients_of(some)
+
+    def _num_at_once(self) -> int:
+        kind = self.outputs.device.type
+        if not self.points or self._differentiable or kind not in AT_ONCE:
+            return 1
+        size = sum(call.probe.numel() for calls in self._calls.values() for call in calls)
+        return max(1, MOST_AT_ONCE // max(1, size))
+
+    @outside_inference()
+    def _gradients_of(self, cotangents: Sequence[Tensor]) -> list[dict[str, PointGradients]]:
         if not self.points:  # nothing to differentiate, in any map or loop over points
             none = {block.name: self.outputs.new_zeros(0, block.size) for block in self.blocks}
-            return {name: DenseGradients(matrix) for name, matrix in none.items()}
-        linear = self._linear_gradients(cotangent)
-        found = {name: self._held(name, linear) for name in linear}
-        rest = [block for block in self.blocks if block.name not in found]
-        found |= self._dense_gradients(rest, cotangent)
-        return {name: found[name] for name in self.blocks.names}
+            empty = {name: DenseGradients(matrix) for name, matrix in none.items()}
+            return [{**empty} for _ in cotangents]
+        gradients = []
+        for linear, cotangent in zip(self._linear_gradients(cotangents), cotangents, strict=True):
+            found = {name: self._held(name, linear) for name in linear}
+            rest = [block for block in self.blocks if block.name not in found]
+            found |= self._dense_gradients(rest, cotangent)
+            gradients.append({name: found[name] for name in self.blocks.names})
+        return gradients
 
     def _held(self, name: str, gradients: Mapping[str, Tensor]) -> PointGradients:
         """Return a block's gradients from those in its maps' outputs."""
@@ -310,30 +338,56 @@ class Linearization:
             return found
         return DenseGradients(found.elements(self._parts[name]))
 
-    def _linear_gradients(self, cotangent: Tensor) -> dict[str, Tensor]:
-        """Return the gradients in the outputs of each linear block's maps, by the block's name."""
-        each = self._gradients([c for calls in self._calls.values() for c in calls], cotangent)
-        return {
-            name: layer_calls.cat_positions(
-                layer_calls.positions(next(each), call, self.points) for call in calls
-            )
-            for name, calls in self._calls.items()
-        }
+    def _linear_gradients(self, cotangents: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Return, for each cotangent, the gradients in the outputs of each linear block's maps."""
+        known = self._known
+        if len(cotangents) > 1 and known.takes_several:
+            is_known = self._kind in known.several_compared
+            (last,) = [{}] if is_known else self._in_one_backward(cotangents[-1:])
+            try:
+                found = self._in_one_backward(cotangents)
+                known.takes_several = all(is_close(found[-1][name], last[name]) for name in last)
+            except RuntimeError:  # such as of a node that torch.vmap does not take, or of memory
+                known.takes_several = False
+            if known.takes_several:
+                known.several_compared.add(self._kind)
+                return found
+        return [one for each in cotangents for one in self._in_one_backward([each])]
 
-    def _gradients(self, calls: list[LayerCall], cotangent: Tensor) -> Iterator[Tensor]:
-        """Yield the gradient in the output of each map."""
+    def _in_one_backward(self, cotangents: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        each = self._gradients([c for calls in self._calls.values() for c in calls], cotangents)
+        found: list[dict[str, Tensor]] = [{} for _ in cotangents]
+        for name, calls in self._calls.items():
+            parts = [
+                [layer_calls.positions(one, c, self.points) for one in next(each)] for c in calls
+            ]
+            for own, of_calls in zip(found, zip(*parts, strict=True), strict=True):
+                own[name] = layer_calls.cat_positions(of_calls)
+        return found
+
+    def _gradients(
+        self, calls: list[LayerCall], cotangents: Sequence[Tensor]
+    ) -> Iterator[Sequence[Tensor]]:
+        """Yield, for each map, the gradients in its output, one for each cotangent."""
         at = [call.probe for call in calls if not self._is_last(call)]
-        grads: tuple[Tensor | None, ...] = (None,) * len(at)
-        if at and self.outputs.requires_grad:
+        how = {"retain_graph": True, "create_graph": self._differentiable}
+
+        def backward(weights: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(self.outputs, at, weights, materialize_grads=True, **how)
+
+        if not at or not self.outputs.requires_grad:
+            rows = [[torch.zeros_like(probe)] * len(cotangents) for probe in at]
+        else:
+            weights = [one.to(self.outputs) for one in cotangents]
             # Activation checkpoints run again, and must save the same tensors as in the forward.
             with LayerCallRecorder():
-                how = {"retain_graph": True, "create_graph": self._differentiable}
-                weights = cotangent.to(self.outputs)
-                grads = torch.autograd.grad(self.outputs, at, weights, allow_unused=True, **how)
-        found = iter(grads)
+                if len(weights) == 1:
+                    rows = [[one] for one in backward(weights[0])]
+                else:
+                    rows = [[*each] for each in torch.vmap(backward)(torch.stack(weights))]
+        found = iter(rows)
         for call in calls:
-            grad = cotangent if self._is_last(call) else next(found)
-            yield torch.zeros_like(call.probe) if grad is None else grad
+            yield cotangents if self._is_last(call) else next(found)
 
     def _is_last(self, call: LayerCall) -> bool:
         """Whether the map's output is the net's, so that its gradient is the cotangent."""

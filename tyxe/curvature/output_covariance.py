@@ -11,9 +11,9 @@ from tyxe import check
 from tyxe.autocast import full_precision
 from tyxe.curvature.gradients import (
     ALL,
-    BUDGET,
     OuterProductGradients,
     PointGradients,
+    budget,
     dense_gradients,
 )
 from tyxe.curvature.linearize import Linearization
@@ -77,7 +77,7 @@ def _at_each_position(
     with full_precision(outputs):
         for position in range(outputs.shape[1:].numel() // classes):
             indices = range(position * classes, (position + 1) * classes)
-            found.append(function([linear.gradients(one) for one in one_hot(outputs, indices)]))
+            found.append(function([*linear.gradients_of(one_hot(outputs, indices))]))
     shape = outputs.shape[1:-1] if outputs.dim() > 1 else ()
     return torch.stack(found, 1).reshape(len(outputs), *shape, classes, classes)
 
@@ -100,7 +100,7 @@ def jacobian(linear: Linearization) -> Tensor:
     """Return the Jacobian of all outputs of each point, `(n, outputs, P)`."""
     indices = range(linear.outputs.shape[1:].numel())
     with full_precision(linear.outputs):
-        return _dense([linear.gradients(one) for one in one_hot(linear.outputs, indices)])
+        return _dense([*linear.gradients_of(one_hot(linear.outputs, indices))])
 
 
 def jacobian_products(linear: Linearization, vectors: Tensor) -> Tensor:
@@ -111,15 +111,14 @@ def jacobian_products(linear: Linearization, vectors: Tensor) -> Tensor:
     outputs, found = linear.outputs, []
     parts = dict(zip(linear.blocks.names, vectors.split(linear.blocks.sizes, 1), strict=True))
     with full_precision(outputs):
-        for one in one_hot(outputs, range(outputs.shape[1:].numel())):
-            each = linear.gradients(one)
+        for each in linear.gradients_of(one_hot(outputs, range(outputs.shape[1:].numel()))):
             found.append(torch.stack([_products(each[n], v) for n, v in parts.items()]).sum(0))
     shape = (len(vectors), *outputs.shape)
     return torch.stack(found, -1).reshape(shape) if found else outputs.new_zeros(shape)
 
 
 def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
-    chunks = _chunks(len(rows), vectors.shape[1], BUDGET)
+    chunks = _chunks(len(rows), vectors.shape[1], budget(vectors.device))
     parts = (rows.dense(chunk) for chunk in chunks)
     return torch.cat([vectors.to(part) @ part.mT for part in parts], 1)
 
@@ -168,7 +167,7 @@ def _whole_covariance(rows: list[Gradients], precision: Operator, points: Tensor
 
     The Jacobian is formed of few of them each.
     """
-    chunks = _chunks(len(points), precision.size * len(rows), BUDGET)
+    chunks = _chunks(len(points), precision.size * len(rows), budget(points.device))
     each = (precision.inverse_quadratic(_dense(rows, points[chunk])) for chunk in chunks)
     return torch.cat([*each])
 
@@ -253,7 +252,9 @@ def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
     is_formed = not products or products[0].a.shape[2] > 1  # groups
     size = block.size * len(rows) if is_formed else _elements(products, block)
     found = []
-    for chunk in _chunks(len(rows[0]), size, _held(block)):
+    cached = block.device.type == "cpu" and not isinstance(block, Dense)
+    held = CACHED_ROWS if cached else budget(block.device)
+    for chunk in _chunks(len(rows[0]), size, held):
         if is_formed:
             jacobians = dense_gradients(rows, chunk)
             found.append(block.inverse_quadratic(jacobians))
@@ -276,12 +277,6 @@ def _stacked(rows: list[Tensor], block: Operator) -> Tensor:
 def _by_pairs(positions: int, classes: int, block: Operator) -> bool:
     at_one = positions == 1 and isinstance(block, Diagonal)
     return at_one or (isinstance(block, Kronecker) and pairs_are_fewer(positions, classes))
-
-
-def _held(block: Operator) -> int:
-    """Return how many elements are held at a time."""
-    cached = block.device.type == "cpu" and not isinstance(block, Dense)
-    return CACHED_ROWS if cached else BUDGET
 
 
 def _elements(products: list[OuterProductGradients], block: Operator) -> int:

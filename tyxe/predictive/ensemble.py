@@ -13,7 +13,7 @@ from tyxe import check
 from tyxe.likelihoods import HeteroskedasticGaussian, Joint, Likelihood
 from tyxe.likelihoods.base import Predictions
 from tyxe.predictive.one_pass import OnePass
-from tyxe.util import at_least_float32
+from tyxe.util import at_each, at_least_float32
 
 
 class Ensemble(nn.Module):
@@ -84,7 +84,7 @@ class Ensemble(nn.Module):
         def one(values: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(self.members[0], values, inputs, dict(kwargs))
 
-        return torch.vmap(one)(draws)
+        return at_each(one, draws)
 
 
 def _tensors_of(net: nn.Module) -> dict[str, Tensor]:

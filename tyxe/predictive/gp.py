@@ -101,7 +101,7 @@ def output_features(linear: Linearization, prior_precision: Tensor) -> Features:
     """
     indices = range(linear.outputs.shape[1:].numel())
     with full_precision(linear.outputs):
-        rows = [linear.gradients(one) for one in one_hot(linear.outputs, indices)]
+        rows = [*linear.gradients_of(one_hot(linear.outputs, indices))]
     sds = prior_precision.rsqrt().split(linear.blocks.sizes)
     parts = zip(linear.blocks.names, sds, strict=True)
     return Features(tuple(_part([row[name] for row in rows], sd) for name, sd in parts))
