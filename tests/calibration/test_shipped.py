@@ -110,6 +110,22 @@ def test_one_file_holds_both(name, tmp_path):
     assert vars(make().load(tmp_path / "alone.tyxe")) == vars(wrapped.calibrator)
 
 
+def test_a_file_says_that_draws_had_statistics_of_norms_from_a_loader(tmp_path):
+    def normed():
+        parts = nn.Sequential(nn.BatchNorm1d(2), net(2))
+        guide = partial(AutoNormal, init_scale=0.1)
+        return tyxe.VariationalBNN(parts, NORMAL, tyxe.likelihoods.Categorical(60), guide)
+
+    bnn = normed()
+    bnn.update_norm_statistics(CLASSES)
+    tempered = TemperatureScaling().wrap(bnn, CLASSES, num_predictions=2)
+    SplitConformal().wrap(tempered, CLASSES).save(tmp_path / "bnn.tyxe")
+    fresh = Calibrated(Calibrated(normed(), TemperatureScaling()), SplitConformal())
+    with pytest.warns(tyxe.TyxeWarning, match="update_norm_statistics") as warned:
+        fresh.load(tmp_path / "bnn.tyxe")
+    assert len(warned) == 1
+
+
 @pytest.mark.parametrize(
     ("score", "randomized", "is_other"),
     [("aps", False, True), ("aps", True, False), ("lac", False, False)],

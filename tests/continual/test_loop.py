@@ -51,6 +51,14 @@ def test_resumed_is_uninterrupted(stop, name, tmp_path):
     assert torch.equal(third.run(path).nan_to_num(-1), expected.nan_to_num(-1))
 
 
+def test_a_checkpoint_says_that_draws_had_statistics_of_norms_from_a_loader(tmp_path):
+    loop = loop_of(variational)
+    loop.bnn.update_norm_statistics([data("first")])
+    loop.run(tmp_path / "run.pt")
+    with pytest.warns(tyxe.TyxeWarning, match="update_norm_statistics"):
+        loop_of(variational).run(tmp_path / "run.pt")
+
+
 def test_the_random_generators_are_resumed(tmp_path):
     def draws():
         return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)

@@ -200,8 +200,7 @@ class Saved:
             raise TypeError(
                 f"{type(self).__name__} has no fit to go on with: save its state, by save(path)"
             )
-        whole = {"training": training, "content": dict(content)}
-        files.write(path, {**whole, "averages_norms": True} if self._averages_norms else whole)
+        files.write(path, {"training": training, "content": dict(content), **self._not_saved()})
 
     @outside_inference()
     @check.arguments
@@ -215,8 +214,7 @@ class Saved:
                 leave everything unchanged.
         """
         saved = files.read(path)
-        averaged = isinstance(saved, dict) and saved.pop("averages_norms", False)
-        if not isinstance(saved, dict) or set(saved) != {"training", "content"}:
+        if not isinstance(saved, dict) or {*saved} - {"averages_norms"} != {"training", "content"}:
             kind = saved.get("calibrator") if isinstance(saved, dict) else None
             hint = f", but of a {kind}: call Calibrated(bnn, {kind}()).load(path)" if kind else ""
             raise ValueError(f"{path} was not written by the save of a BNN{hint}")
@@ -226,7 +224,14 @@ class Saved:
             self.load_checkpoint(saved["content"])
         else:
             raise RuntimeError(f"{path} has a checkpoint, for another wrapper than this")
-        if averaged and not self._averages_norms:
+        self._warn_of_not_saved(saved)
+
+    def _not_saved(self) -> dict[str, bool]:
+        """Return what a file says of a loader of statistics of norms, which is not in it."""
+        return {"averages_norms": True} if self._averages_norms else {}
+
+    def _warn_of_not_saved(self, saved: Mapping[str, Any]) -> None:
+        if "averages_norms" in saved and not self._averages_norms:
             warn(
                 "draws had statistics of norms (BatchNorm) from a loader, which is not saved: call "
                 "update_norm_statistics(loader), or all draws predict with those of the centre"

@@ -268,7 +268,8 @@ class Calibrated:
     def _content(self) -> dict[str, Any]:
         inner = self.bnn
         state = inner._content() if isinstance(inner, Calibrated) else dict(inner.state_dict())
-        return {**self.calibrator._content(), "bnn": state, "options": self._options}
+        found = {**self.calibrator._content(), "bnn": state, "options": self._options}
+        return found | self._plain._not_saved()
 
     def load(self, path: str | os.PathLike[str]) -> Calibrated:
         """Read what `save` has written, and return itself.
@@ -277,7 +278,9 @@ class Calibrated:
             RuntimeError: the state is of another BNN; nothing is changed.
             ValueError: a damaged file, or one of other calibrators; nothing is changed.
         """
-        self._restore(files.read(path), path)
+        saved = files.read(path)
+        self._restore(saved, path)
+        self._plain._warn_of_not_saved(saved)
         return self
 
     def _restore(self, saved: Any, path: Any) -> None:

@@ -210,6 +210,7 @@ class TaskLoop:
                 # Copied, because an optimiser changes the tensors of its state in place.
                 "parts": {n: copy.deepcopy(part.state_dict()) for n, part in self.parts.items()},
                 **random_state(),
+                **self.bnn._not_saved(),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -239,6 +240,7 @@ class TaskLoop:
             undone.callback(self.bnn.net_prior.restore, self.bnn.net_prior.snapshot())
             self._take(state)
             undone.pop_all()
+        self.bnn._warn_of_not_saved(state)
 
     def _take(self, state: Mapping[str, Any], strict: bool = True) -> None:
         self.bnn.load_state_dict(state["bnn"], strict)
