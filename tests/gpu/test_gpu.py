@@ -41,6 +41,8 @@ ADAM = partial(torch.optim.Adam, lr=1e-2)
 pytestmark = [
     pytest.mark.skipif(IS_GPU and not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning"),
+    # PyTorch says it in the first backward of a process, if that begins with a product.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 
 
