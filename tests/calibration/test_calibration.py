@@ -48,6 +48,15 @@ def test_shifted_logits_and_pixels_have_the_same_temperature():
     assert found == pytest.approx(shifted) == pytest.approx(pixels.temperature)
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_class_that_the_net_masks_has_no_effect_on_the_temperature(soft):
+    logits, y = classified(200, 2.0)
+    masked = nn.functional.pad(logits, (0, 1), value=-math.inf)
+    targets = nn.functional.one_hot(y, 6).double() if soft else y
+    found = TemperatureScaling().fit(masked, targets).temperature
+    assert found == pytest.approx(TemperatureScaling().fit(logits, y).temperature)
+
+
 # --- conformal ----------------------------------------------------------------------------------
 
 

@@ -136,6 +136,13 @@ def test_bridge_is_its_formula(num_classes):
     torch.testing.assert_close(bridge(mean, covariance).sum(-1), torch.ones(5).double())
 
 
+def test_probit_of_a_class_that_the_net_masks():
+    mean = torch.tensor([[0.5, -1.0, -torch.inf]], dtype=torch.float64)
+    covariance = torch.diag_embed(torch.tensor([[1.0, 2.0, 0.0]], dtype=torch.float64))
+    expected = links.log_probit(mean.clamp_min(-1e6), covariance).exp()
+    torch.testing.assert_close(links.log_probit(mean, covariance).exp(), expected)
+
+
 def test_bridge_inverts_the_map_from_dirichlets_to_logits():
     # The other direction: mu_k = log alpha_k - mean log alpha, with covariance
     # diag(1/alpha) - (1/C)(1/alpha_k + 1/alpha_l) + 1/C^2 sum 1/alpha, singular along the ones.

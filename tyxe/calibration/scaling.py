@@ -53,7 +53,9 @@ class TemperatureScaling(Calibrator):
         logits, y, counts = check_classes(predictions, y, soft=True)
         if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
             raise ValueError("predictions are probabilities; pass logits, or probs.log()")
-        logits, shares = logits.detach(), counts / counts.sum()
+        # A class that the net masks, by -inf, has a product of 0 with its probability.
+        logits = logits.detach().clamp_min(torch.finfo(logits.dtype).min)
+        shares = counts / counts.sum()
         is_soft = y.is_floating_point()
         at_each = (logits * y).sum(1) if is_soft else logits.gather(1, y[:, None])[:, 0]
         at_targets = at_each @ shares

@@ -57,6 +57,7 @@ def log_probit(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor
     1; MacKay (1992), The evidence framework applied to classification networks.
     """
     mean, covariance = _check_classes(mean, covariance)
+    mean = mean.clamp_min(torch.finfo(mean.dtype).min)  # of classes that the net masks, by -inf
     own = covariance.diagonal(dim1=-2, dim2=-1)
     variance = own.unsqueeze(-1) + own.unsqueeze(-2) - 2 * covariance
     ratio = mean.shape[-1] / max(2 * mean.shape[-1] - 2, 1)
