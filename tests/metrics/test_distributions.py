@@ -54,6 +54,9 @@ def test_crps_of_samples_is_that_of_all_pairs(numbers):
     torch.testing.assert_close(metrics.crps_samples(samples, y), (first - 0.5 * pairs).mean())
     narrow = metrics.crps_mixture(samples, 1e-9, y)
     torch.testing.assert_close(metrics.crps_samples(samples, y), narrow)
+    # The square of this scale is no number of single precision.
+    narrowest = metrics.crps_mixture(samples.float(), 1e-25, y.float())
+    torch.testing.assert_close(metrics.crps_samples(samples.float(), y.float()), narrowest)
 
 
 def test_the_interval_score_is_least_at_the_quantiles():

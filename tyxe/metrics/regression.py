@@ -153,11 +153,11 @@ def crps_mixture(
         tensor(0.2337)
     """
     means, targets, known = _stacked("means", means, targets)
-    variance = check_scale(scales, means).square().expand_as(means)
-    first = _mean_absolute(means - targets, variance.sqrt()).mean(0)
+    scales = check_scale(scales, means).expand_as(means)
+    first = _mean_absolute(means - targets, scales).mean(0)
     spread = torch.zeros_like(first)
-    for mean, own in zip(means, variance, strict=True):  # S^2 terms of n numbers, S at a time
-        spread += _mean_absolute(means - mean, (variance + own).sqrt()).mean(0)
+    for mean, own in zip(means, scales, strict=True):  # S^2 terms of n numbers, S at a time
+        spread += _mean_absolute(means - mean, scales.hypot(own)).mean(0)
     return average(first - 0.5 * spread / len(means), weights, known)
 
 
