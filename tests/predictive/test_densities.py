@@ -1,10 +1,13 @@
 """Predictions and densities under Gaussian outputs, without samples."""
 
+import math
+
 import pytest
 import torch
 import torch.distributions as td
 
 import tyxe
+from tests.oracles.links import expected_sigmoid
 from tyxe.predictive import predict_from_gaussian
 from tyxe.predictive.distributions import gaussian_distribution
 from tyxe.predictive.evaluation import gaussian_scores
@@ -48,3 +51,39 @@ def test_predictions_of_numbers_and_counts_are_those_of_infinitely_many_samples(
         squares = (samples - center).square() + likelihood.predictive_distribution(mean).variance
         error = squares.std(0) / num_samples**0.5
         assert bool(((squares.mean(0) - found[1].square()).abs() < 4 * error).all())
+
+
+@pytest.mark.parametrize("num_samples", [0, 100])
+def test_tied_numbers_of_a_joint_have_their_exact_density(num_samples):
+    torch.manual_seed(0)
+    both = {name: tyxe.likelihoods.HomoskedasticGaussian(5, scale=0.02) for name in ("a", "b")}
+    joint = tyxe.likelihoods.Joint(**both)
+    mean = joint.from_net({name: torch.zeros(5, 1) for name in both})
+    tied = torch.tensor([[1.0, 0.5], [0.5, 1.0]]).expand(5, 2, 2)
+    y = torch.randn(5, 2).double()
+    y[4, 0] = math.nan
+    targets = joint.from_loader(dict(zip(both, y.split(1, -1), strict=True)))
+    found = gaussian_scores(joint, mean, tied, targets, LinkOptions("mc", num_samples, {}))
+    exact = bool(num_samples) * tied.double() + 0.02**2 * torch.eye(2).double()
+    alone = td.Normal(0.0, exact.diagonal(dim1=1, dim2=2).sqrt(), validate_args=False).log_prob(y)
+    together = td.MultivariateNormal(torch.zeros(2).double(), exact[:4]).log_prob(y[:4])
+    expected = torch.stack([*alone.mT.nan_to_num(0.0), torch.cat([together, alone[4:, 1]])])
+    torch.testing.assert_close(found.log_likelihood.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_labels_of_a_joint_are_averaged_given_its_numbers():
+    likelihoods, num_samples, noise = tyxe.likelihoods, 2_000, 0.02
+    parts = {"a": likelihoods.HomoskedasticGaussian(2, scale=noise), "b": likelihoods.Bernoulli(2)}
+    joint = likelihoods.Joint(**parts)
+    mean = joint.from_net({"a": torch.zeros(2, 1), "b": torch.tensor([[0.5], [-0.5]])})
+    tied = torch.tensor([[1.0, -1.2], [-1.2, 2.0]]).expand(2, 2, 2)
+    y = torch.tensor([[1.5], [-0.3]])
+    targets = joint.from_loader({"a": y, "b": torch.ones(2, 1)})
+    found = gaussian_scores(joint, mean, tied, targets, LinkOptions("mc", num_samples, {}))
+    total = 1 + noise**2
+    # The label's logit given the number.
+    given = mean[:, 1] - 1.2 * y[:, 0] / total, torch.full((2,), 2.0 - 1.2**2 / total)
+    first, second = (expected_sigmoid(*given, power) for power in (1, 2))
+    expected = td.Normal(0.0, total**0.5).log_prob(y[:, 0]) + first.log()
+    error = (second - first.square()).sqrt() / first / num_samples**0.5
+    assert bool(((found.log_likelihood[-1] - expected).abs() < 4 * error).all())

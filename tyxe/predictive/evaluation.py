@@ -14,8 +14,14 @@ from torch import Tensor
 from tyxe.data import Targets, trailing
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
 from tyxe.likelihoods.base import Predictions
+from tyxe.likelihoods.joint import of_part
 from tyxe.likelihoods.reductions import log_mean_exp
-from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions, predict_from_gaussian
+from tyxe.predictive.gaussian import (
+    GaussianOutputs,
+    LinkOptions,
+    gaussian_parts,
+    predict_from_gaussian,
+)
 from tyxe.util import at_least_float32, precise
 
 
@@ -121,9 +127,55 @@ def _(
     likelihood: Joint, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
 ) -> Tensor:
     # Of each part and of all together, `(parts + 1, n)`.
-    samples = outputs.samples()
+    found = likelihood.observed(targets)
+    each = likelihood._by_part(found)
+    logs = [
+        gaussian_log_likelihood(likelihood._part(name), own, each[name], prediction[name])
+        for name, own in gaussian_parts(likelihood, outputs)
+    ]
+    numbers, given, is_other = _given_numbers(likelihood, outputs, each)
+    samples = given.samples()
     latents = outputs.options.latents_of(len(samples))
-    return likelihood.mixture_log_likelihood(samples, targets, latents)
+    others = likelihood.mixture_log_likelihood(samples, found.masked(is_other), latents)[-1]
+    return torch.stack([*logs, (numbers + others).to(logs[0].dtype)])
+
+
+def _given_numbers(
+    likelihood: Joint, outputs: GaussianOutputs, targets: Mapping[str, Targets]
+) -> tuple[Tensor, GaussianOutputs, Tensor]:
+    """Return the log-density of the parts whose noise is Gaussian and known, `(n,)`.
+
+    It comes with the outputs given the targets of these parts, and the mask of all other targets.
+    """
+    mean, options = precise(outputs.mean), outputs.options
+    covariance = precise(outputs.covariance) * bool(options.num_samples)
+    residual, kept, noise = torch.zeros_like(mean), torch.zeros_like(mean), torch.ones_like(mean)
+    is_other, place = [], 0
+    for name, loc in likelihood.outputs_of(mean).items():
+        part, own = likelihood._part(name), targets[name]
+        here = slice(place, place := place + loc[0].numel())
+        is_known = isinstance(part, HomoskedasticGaussian) and not of_part(options.latents, name)
+        if is_known:
+            assert isinstance(part, HomoskedasticGaussian)
+            counts = own.counts_within(loc.shape)
+            ones = torch.ones_like(loc) if counts is None else counts.to(loc)
+            kept[:, here] = ones.reshape(len(loc), -1)
+            residual[:, here] = ((own.values - loc) * ones).reshape(len(loc), -1)
+            noise[:, here] = part.scale_of(like=loc).expand_as(loc).reshape(len(loc), -1)
+        flat = own.values.reshape(len(loc), -1)
+        is_other.append(torch.full_like(flat, not is_known, dtype=torch.bool))
+    # Elsewhere `kept` and the residual are 0, so that nothing follows from these outputs.
+    tied = kept.unsqueeze(-1) * covariance
+    own_covariance = semi_definite(tied * kept.unsqueeze(-2))
+    numbers = _log_normal(residual, own_covariance, noise, kept)
+    root = noise.unsqueeze(-1) * relative_root(own_covariance, noise)
+    half, white = (
+        torch.linalg.solve_triangular(root, right, upper=False)
+        for right in (tied, residual.unsqueeze(-1))
+    )
+    moved = mean + (half.mT @ white).squeeze(-1)
+    given = GaussianOutputs(moved, semi_definite(covariance - half.mT @ half), options)
+    return numbers, given, torch.cat(is_other, -1)
 
 
 @gaussian_log_likelihood.register
