@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from pyro.infer.autoguide import AutoIAFNormal
 from torch import nn
 
 import tyxe
@@ -40,6 +41,31 @@ def test_the_curve_is_the_held_out_log_likelihood_per_point_after_each_epoch():
     callback = lambda bnn, epoch, loss: scores.append(score(bnn))  # noqa: E731
     history = fit(bnn, 4, validation=HELD_OUT, restore_best=False, callback=callback)
     assert history.validation == pytest.approx(scores, rel=1e-6)
+
+
+def binary():
+    prior = tyxe.priors.IIDPrior(tyxe.distributions.SignedBernoulli(torch.tensor(0.0)))
+    guide = functools.partial(tyxe.guides.AutoBernoulli, relaxed=0.5)
+    return tyxe.VariationalBNN(mlp(1, 20, 1), prior, LIKELIHOOD, guide)
+
+
+def flow():
+    guide = functools.partial(AutoIAFNormal, hidden_dim=[4])
+    return tyxe.VariationalBNN(nn.Linear(1, 1), NORMAL, LIKELIHOOD, guide)
+
+
+def dropping():
+    return tyxe.DropoutBNN(
+        nn.Sequential(nn.Linear(1, 20), nn.Dropout(), nn.Linear(20, 1)), LIKELIHOOD
+    )
+
+
+@pytest.mark.parametrize("make", [binary, flow, dropping])
+def test_what_has_a_spread_but_no_scales_is_judged_by_draws(make):
+    bnn = make()
+    history = fit(bnn, 2, validation=HELD_OUT, restore_best=False)
+    assert history.validation[-1] == pytest.approx(score(bnn), rel=1e-6)
+    assert tyxe.Trainable(bnn).num_predictions == 8
 
 
 def test_looking_does_not_change_the_fit():

@@ -25,6 +25,7 @@ from tyxe.bnn.elbo import MeanWeight
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting, prior_fixed
 from tyxe.bnn.training import FitOptions, Trainer
+from tyxe.laplace import LaplaceGuide
 from tyxe.processes import Processes
 from tyxe.rng import RandomStream
 from tyxe.threads import exclusive
@@ -101,7 +102,8 @@ class EpochEnd:
 
 def draws_to_judge(bnn: Any) -> int:
     """Return the draws by which a training is judged: 8, or 0 of what has no spread yet."""
-    return 8 if "scale" in bnn._parameter_kinds().values() else 0
+    is_mode = isinstance(getattr(bnn, "net_guide", None), LaplaceGuide)
+    return 8 if bnn._draws_of_weights() > 1 and not is_mode else 0
 
 
 def held_out_sums(bnn: Any, loader: Iterable[Any], device: Any) -> tuple[float, float]:
