@@ -87,3 +87,15 @@ def test_labels_of_a_joint_are_averaged_given_its_numbers():
     expected = td.Normal(0.0, total**0.5).log_prob(y[:, 0]) + first.log()
     error = (second - first.square()).sqrt() / first / num_samples**0.5
     assert bool(((found.log_likelihood[-1] - expected).abs() < 4 * error).all())
+
+
+def test_a_censored_number_has_its_exact_density():
+    torch.manual_seed(0)
+    likelihood = tyxe.likelihoods.Censored(tyxe.likelihoods.HomoskedasticGaussian(30, scale=0.02))
+    y, is_bound = torch.randn(30, 1), torch.arange(30)[:, None] < 10
+    targets = tyxe.data.Targets.of(tyxe.likelihoods.censored_targets(y, right=is_bound))
+    mean, variance = torch.zeros(30, 1), torch.ones(30, 1, 1)
+    found = gaussian_scores(likelihood, mean, variance, targets, OPTIONS)
+    law = td.Normal(0.0, (1 + 0.02**2) ** 0.5)
+    expected = law.log_prob(y).where(~is_bound, (1 - law.cdf(y)).log())[:, 0]
+    torch.testing.assert_close(found.log_likelihood, expected)

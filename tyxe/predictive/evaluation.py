@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from tyxe.data import Targets, trailing
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Censored,
+    HomoskedasticGaussian,
+    Joint,
+    Likelihood,
+)
 from tyxe.likelihoods.base import Predictions
 from tyxe.likelihoods.joint import of_part
 from tyxe.likelihoods.reductions import log_mean_exp
@@ -195,6 +202,19 @@ def _(
         each: Tensor = general(likelihood, outputs, targets, prediction)
         return each
     return likelihood.log_likelihood(prediction, targets)
+
+
+@gaussian_log_likelihood.register
+def _(
+    likelihood: Censored, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
+) -> Tensor:
+    # A number of its own has the Gaussian of the prediction.
+    is_own = outputs.covariance.shape[-1] == 1 and not outputs.options.latents
+    if is_own and isinstance(likelihood.base, HomoskedasticGaussian):
+        return likelihood.log_likelihood(prediction, targets)
+    general = gaussian_log_likelihood.dispatch(Likelihood)
+    each: Tensor = general(likelihood, outputs, targets, prediction)
+    return each
 
 
 @gaussian_log_likelihood.register
