@@ -121,6 +121,19 @@ def test_files_of_others_are_errors(tmp_path: Path) -> None:
         sampled().save(path, training=True)
 
 
+def test_files_of_an_ensemble_and_of_one_bnn_are_told_apart(tmp_path: Path) -> None:
+    one, ensemble, path = make(), tyxe.EnsembleBNN(lambda _: make(), 2), tmp_path / "bnn.tyxe"
+    ensemble.save(path)
+    with pytest.raises(RuntimeError, match=r"not that of one BNN.*an ensemble's into an Ensemble"):
+        one.load(path)
+    one.save(path)
+    with pytest.raises(RuntimeError, match=r"fit this ensemble of 2 members, .* it is of one BNN"):
+        ensemble.load(path)
+    one.save(path, training=True)
+    with pytest.raises(RuntimeError, match=r"pass what its checkpoint\(\) returned"):
+        ensemble.load(path)
+
+
 # --- training that goes on ------------------------------------------------------------------------
 
 BATCHES = [tuple(part[rows] for part in data()) for rows in (slice(0, 5), slice(5, 12))]

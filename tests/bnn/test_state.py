@@ -208,7 +208,7 @@ MISFITS = {
     "an infinite weight": (with_value("net.1.weight", math.inf), "net.1.weight .* has infinities"),
     "NaN in a prior": (with_value(PRIOR), "has NaN; "),
     "a plain net": (lambda bnn: net().state_dict(), "goes into the net, before the BNN is built"),
-    "an ensemble": (lambda bnn: bnn.to_ensemble(2).state_dict(), "into what to_ensemble returns"),
+    "an ensemble": (lambda bnn: bnn.to_ensemble(2).state_dict(), "or what to_ensemble returns"),
     "a file's content": (lambda bnn: {"training": False, "content": {}}, r"call load\(path\)"),
     "a checkpoint": (lambda bnn: fitted().checkpoint(), "a checkpoint; pass it to load_checkpoint"),
     "another cap": (lambda bnn: fitted(CAPPED).state_dict(), r"None\) here and .*_scale=0\.3\)"),

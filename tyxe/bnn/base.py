@@ -405,8 +405,8 @@ class BNN(Saved, nn.Module):
             ours = ("net.", "net_prior.", "net_guide.", "samples.")
             if not any(str(key).startswith(ours) for key in state_dict):
                 raise RuntimeError(
-                    "this is the state of a plain module, not of a BNN; a net's goes into the net, "
-                    "before the BNN is built, and an ensemble's into what to_ensemble returns"
+                    "this state is not that of one BNN: a net's goes into the net, before the BNN "
+                    "is built, and an ensemble's into an EnsembleBNN, or what to_ensemble returns"
                 ) from None
             raise RuntimeError(
                 f"the state dict does not fit this {type(self).__name__}, which was left as it "

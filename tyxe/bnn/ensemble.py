@@ -391,7 +391,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         if others != ([] if self.weights is None else ["weights"]) or not all(parts):
             raise RuntimeError(
                 f"the state dict does not fit this ensemble of {len(parts)} members, which was "
-                "left as it was: it is of another number, or one of the two has weights"
+                "left as it was: it is of one BNN, of another number, or one of the two has weights"
             )
         try:
             weights = _checked_weights(state_dict.get("weights"), len(parts))
@@ -419,7 +419,9 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             RuntimeError: it does not fit, or is not a checkpoint of an ensemble. Nothing changes.
         """
         if not isinstance(checkpoint, Mapping) or checkpoint.keys() != {"ensemble", "left"}:
-            raise RuntimeError("this is no checkpoint of an ensemble: pass what it returned")
+            raise RuntimeError(
+                "this is no checkpoint of an ensemble: pass what its checkpoint() returned"
+            )
         self.load_state_dict(checkpoint["ensemble"])
         self._left = dict(checkpoint["left"])
 
