@@ -48,6 +48,13 @@ def test_shifted_logits_and_pixels_have_the_same_temperature():
     assert found == pytest.approx(shifted) == pytest.approx(pixels.temperature)
 
 
+@pytest.mark.parametrize("times", [1e-6, 1e6])
+def test_logits_of_any_size_have_a_temperature(times):
+    logits, y = classified(200, 2.0)
+    found = TemperatureScaling().fit(times * logits, y).temperature
+    assert found == pytest.approx(times * TemperatureScaling().fit(logits, y).temperature)
+
+
 @pytest.mark.parametrize("soft", [False, True])
 def test_a_class_that_the_net_masks_has_no_effect_on_the_temperature(soft):
     logits, y = classified(200, 2.0)

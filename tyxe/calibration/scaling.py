@@ -12,8 +12,8 @@ from tyxe.data import Targets
 from tyxe.likelihoods import Likelihood
 from tyxe.metrics.checks import average, check_scale
 
-# A temperature is looked for between 1e-3 and 1e3, by so many bisections.
-BOUND, STEPS = 1e3, 60
+# A temperature is looked for between 1e-9 and 1e9, by so many bisections.
+BOUND, STEPS = 1e9, 60
 
 
 class TemperatureScaling(Calibrator):
