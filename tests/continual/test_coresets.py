@@ -105,7 +105,7 @@ def test_k_center_is_greedy_and_within_twice_the_best(seed):
     assert best <= covering_radius(x, chosen) <= 2 * best
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.half])
 def test_k_center_takes_images_of_bytes_and_numbers(dtype):
     images = torch.randint(0, 256, (10, 1, 4, 4), dtype=torch.uint8).to(dtype)
     numbers = torch.randint(0, 256, (10,), dtype=torch.uint8).to(dtype)

@@ -13,6 +13,7 @@ from tyxe import check
 from tyxe.bnn import BNN
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.continual.heads import Heads
+from tyxe.util import at_least_float32
 
 Pair = tuple[Tensor, Tensor]
 
@@ -28,9 +29,8 @@ def k_center(inputs: Tensor, size: int) -> Tensor:
         Gonzalez (1985), Clustering to minimize the maximum intercluster distance; Nguyen et al.
         (2018), Variational continual learning, 3.
     """
-    points = inputs.reshape(len(inputs), -1)
-    # Differences of unsigned bytes would wrap around.
-    points = points if points.is_floating_point() else points.float()
+    # Differences of unsigned bytes would wrap around, and squares overflow in half precision.
+    points = at_least_float32(inputs.reshape(len(inputs), -1))
     chosen = [int(torch.randint(len(points), (), device="cpu"))]
     nearest = points.new_full((len(points),), torch.inf)
     while len(chosen) < size:
