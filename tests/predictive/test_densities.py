@@ -99,3 +99,44 @@ def test_a_censored_number_has_its_exact_density():
     law = td.Normal(0.0, (1 + 0.02**2) ** 0.5)
     expected = law.log_prob(y).where(~is_bound, (1 - law.cdf(y)).log())[:, 0]
     torch.testing.assert_close(found.log_likelihood, expected)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "law", "targets"),
+    [
+        (
+            tyxe.likelihoods.StudentT(4, scale=0.1),
+            lambda f: td.StudentT(4.0, f, 0.1),
+            [-2, 0, 1, 3],
+        ),
+        (tyxe.likelihoods.Poisson(4), lambda f: td.Poisson(f.exp()), [0, 5, 20, 100]),
+    ],
+)
+def test_a_density_of_one_number_is_its_integral(likelihood, law, targets):
+    y = torch.tensor(targets).double()[:, None]
+    mean, variance = torch.full((4, 1), 0.5).double(), torch.full((4, 1, 1), 1.5).double()
+    z = torch.linspace(-9, 9, 20_001, dtype=torch.float64)
+    logs = law(0.5 + 1.5**0.5 * z).log_prob(y) + td.Normal(0.0, 1.0).log_prob(z)
+    expected = torch.trapezoid(logs.exp(), z).log()
+    given = tyxe.data.Targets.of(y)
+    found = gaussian_scores(likelihood, mean, variance, given, OPTIONS).log_likelihood
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    distribution = gaussian_distribution(likelihood, GaussianOutputs(mean, variance, OPTIONS))
+    torch.testing.assert_close(distribution.log_prob(y), found)
+    assert distribution.sample((2,)).shape == (2, 4, 1)
+
+
+def test_positions_are_independent_of_each_other():
+    likelihood, y = tyxe.likelihoods.Poisson(2), torch.tensor([[0, 3], [20, 1]])
+    mean, variance = torch.randn(2, 2, 1).double(), torch.full((2, 2, 1, 1), 1.5).double()
+    given = tyxe.data.Targets.of(y[..., None])
+    found = gaussian_scores(likelihood, mean, variance, given, OPTIONS).log_likelihood
+    each = tyxe.data.Targets.of(y.view(4, 1))
+    of_one = tyxe.likelihoods.Poisson(4), mean.view(4, 1), variance.view(4, 1, 1)
+    expected = gaussian_scores(*of_one, each, OPTIONS).log_likelihood.view(2, 2).sum(1)
+    torch.testing.assert_close(found, expected)
+    # Of several positions the distribution is that of samples.
+    many = GaussianOutputs(mean, 0.01 * variance, LinkOptions("mc", 2_000, {}))
+    log_prob = gaussian_distribution(likelihood, many).log_prob(given.values)
+    of_samples = gaussian_scores(likelihood, *many[:2], given, OPTIONS).log_likelihood
+    torch.testing.assert_close(log_prob, of_samples, rtol=0.02, atol=0.0)

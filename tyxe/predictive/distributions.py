@@ -144,27 +144,34 @@ def mixture(parts: Sequence[Any], weights: Tensor | None = None) -> Any:
 
 
 def distribution_at_draws(
-    likelihood: Likelihood, outputs: Any, latents: Mapping[str, Tensor]
+    likelihood: Likelihood,
+    outputs: Any,
+    latents: Mapping[str, Tensor],
+    weights: Tensor | None = None,
 ) -> Any:
     """Return the mixture over draws of outputs, `(S, n, ...)`, and the likelihood's variables."""
     if isinstance(likelihood, Joint):
         return {
-            name: distribution_at_draws(likelihood._part(name), own, of_part(latents, name))
+            name: distribution_at_draws(
+                likelihood._part(name), own, of_part(latents, name), weights
+            )
             for name, own in likelihood.outputs_of(outputs).items()
         }
     draws = [{name: v[s] for name, v in latents.items()} for s in range(len(outputs))]
     each = zip(outputs, draws, strict=True)
-    return mixture([likelihood._distribution_for(one, None, own)[0] for one, own in each])
+    found = [likelihood._distribution_for(one, None, own)[0] for one, own in each]
+    return mixture(found, weights)
 
 
 @singledispatch
 def gaussian_distribution(likelihood: Likelihood, outputs: GaussianOutputs) -> Any:
-    """Return the distribution of targets for Gaussian outputs, by samples of these.
+    """Return the distribution of targets for Gaussian outputs, by a grid or by samples of these.
 
     Register a likelihood that has a closed form here.
     """
-    samples = outputs.samples()
-    return distribution_at_draws(likelihood, samples, outputs.options.latents_of(len(samples)))
+    samples, weights = outputs.nodes()
+    latents = outputs.options.latents_of(len(samples))
+    return distribution_at_draws(likelihood, samples, latents, weights)
 
 
 @gaussian_distribution.register

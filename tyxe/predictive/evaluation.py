@@ -110,22 +110,28 @@ def gaussian_log_likelihood(
 ) -> Tensor:
     """Return `log E p(y | f)` for Gaussian outputs `f`, `(n,)`, in nats.
 
-    The expectation is the mean over samples of the outputs, which are independent between
-    positions. `prediction` is what `predict_from_gaussian` returned. Register a likelihood that has
-    a closed form.
+    The expectation is over a grid for one number at each position, else over samples, which are
+    independent between positions. `prediction` is what `predict_from_gaussian` returned. Register a
+    likelihood that has a closed form.
     """
-    samples, shape = outputs.samples(), outputs.mean.shape
-    latents = outputs.options.latents_of(len(samples))
+    (mean, covariance, options), shape = outputs, outputs.mean.shape
     rows = shape[:-1] if len(shape) > 1 else shape
-    if not latents and len(rows) > 1:
+    if not options.latents and len(rows) > 1:
         counted = likelihood.observed(targets)
         if counted.values.shape[: len(rows)] == rows:
             # The product over positions of their mixtures, which varies less than their mixture.
-            samples = samples.flatten(1, len(rows))
+            last = len(rows) - 1
+            outputs = GaussianOutputs(mean.flatten(0, last), covariance.flatten(0, last), options)
             mask = None if counted.mask is None else trailing(counted.mask, len(rows)).expand(rows)
             within = replace(counted, weights=None, mask=mask)
-            targets = within.map(lambda part: part.flatten(0, len(rows) - 1))
-    each = likelihood.mixture_log_likelihood(samples, targets, latents)
+            targets = within.map(lambda part: part.flatten(0, last))
+    samples, weights = outputs.nodes()
+    latents = options.latents_of(len(samples))
+    if weights is None:
+        each = likelihood.mixture_log_likelihood(samples, targets, latents)
+    else:
+        logs = torch.stack([likelihood.log_likelihood(one, targets) for one in samples])
+        each = log_mean_exp(logs, 0, weights)
     return each.view(shape[0], -1).sum(1)
 
 
