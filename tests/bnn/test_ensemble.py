@@ -154,6 +154,13 @@ def test_chains_are_members_without_samples_after_an_error():
     assert not any(len(one.samples) for one in ensemble.members)
 
 
+@pytest.mark.parametrize("weights", [[1, 2, 3, 1, 1, 1], [0.3, 0.3, 0.1, 0.7, 0.2, 0.9]])
+def test_a_loaded_ensemble_has_the_saved_weights(weights):
+    saved, loaded = new(count=6, weights=weights), new(count=6, weights=[1] * 6)
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.equal(loaded.weights, saved.weights)
+
+
 @pytest.mark.parametrize("weights", [None, [0.9, 0.1]])
 @pytest.mark.parametrize("name", ["categorical", "learnt noise"])
 def test_to_ensemble_is_a_plain_module(name, weights):
