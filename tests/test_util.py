@@ -247,7 +247,6 @@ def test_a_part_of_a_vector_is_copied_where_a_parameter_would_start_elsewhere():
     assert aligned(part) is not part
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention on a processor
 def test_passes_at_many_draws_use_no_fused_layers(monkeypatch):
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x, parameters = torch.randn(6, 5, 8), dict(layer.named_parameters())

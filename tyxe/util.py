@@ -449,18 +449,35 @@ def in_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def vmapped(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return `torch.vmap` of a function, without its warnings of what runs row by row.
+
+    These advise the authors of PyTorch, and a user has not asked for it.
+    """
+    functorch: Any = torch._C._functorch
+
+    def call(*args: Any) -> Any:
+        functorch._set_vmap_fallback_warning_enabled(False)
+        try:
+            return torch.vmap(function, **options)(*args)
+        finally:
+            functorch._set_vmap_fallback_warning_enabled(True)
+
+    return call
+
+
 def at_each(
     function: Callable[[dict[str, Tensor]], Tensor],
     stacked: Mapping[str, Tensor],
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Return a function of the rows of stacked tensors by `torch.vmap`, so many of them at a time.
+    """Return a function of the rows of stacked tensors, by passes of so many rows at a time.
 
     PyTorch's fused layers, which take one row at a time, and no row that starts anywhere, are not
     used. Any active mode turns them off.
     """
     with BaseTorchFunctionMode():
-        found: Tensor = torch.vmap(function, chunk_size=chunk_size)(dict(stacked))
+        found: Tensor = vmapped(function, chunk_size=chunk_size)(dict(stacked))
     return found
 
 

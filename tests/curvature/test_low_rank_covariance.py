@@ -72,7 +72,9 @@ def test_points_whose_gradients_are_explained_keep_their_digits(kind):
     assert bool((error < 1e-3 * exact.flatten(1).norm(dim=1)).all())
 
 
-def test_another_batch_of_a_kind_takes_one_backward_for_each_output(monkeypatch):
+@pytest.mark.parametrize(("most", "backwards"), [({}, 3), ({"cpu": 2**20}, 1)])
+def test_another_batch_of_a_kind_takes_few_backwards(monkeypatch, most, backwards):
+    monkeypatch.setattr("tyxe.curvature.linearize.MOST_AT_ONCE", most)
     bnn, values, x, _ = made((image_net, (5, 2, 6, 6)))
     known, calls, plain = Linearized(), [], Linearization._gradients
 
@@ -87,7 +89,7 @@ def test_another_batch_of_a_kind_takes_one_backward_for_each_output(monkeypatch)
         precision = BlockDiagonal({"all": low_rank_precision(linear.blocks, 2, "of sites")})
         calls.clear()
         functional_covariance(linear, precision)
-    assert len(calls) == 3
+    assert len(calls) == backwards
 
 
 def test_biases_without_curvature_do_not_enter_by_rounding():

@@ -368,9 +368,9 @@ def of_images(structure, curvature, reads):
 @pytest.mark.parametrize("curvature", ["ggn", "fisher"])
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 def test_one_backward_of_several_cotangents(structure, curvature, most, reads, monkeypatch):
+    monkeypatch.setattr(linearize, "MOST_AT_ONCE", {})
     expected, _ = of_images(structure, curvature, reads)
-    monkeypatch.setattr(linearize, "AT_ONCE", ("cpu",))
-    monkeypatch.setattr(linearize, "MOST_AT_ONCE", most)
+    monkeypatch.setattr(linearize, "MOST_AT_ONCE", {"cpu": most})
     found, known = of_images(structure, curvature, reads)
     assert known.takes_several == (not reads)
     for one, other in zip(found, expected, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tyxe.curvature.layer_calls import MapInputs
-from tyxe.util import Inputs, is_constant
+from tyxe.util import Inputs, is_constant, vmapped
 
 # A function of the sites' values, a batch of one point and its row of the cotangent.
 PointFunction = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
@@ -180,7 +180,7 @@ def vectorized_gradients(
 
     size = sum(value.numel() for value in sites.values())
     chunk = max(1, budget(cotangent.device) // size)
-    gradients = torch.vmap(torch.func.grad(on_row), in_dims=(None, dims, 0), chunk_size=chunk)
+    gradients = vmapped(torch.func.grad(on_row), in_dims=(None, dims, 0), chunk_size=chunk)
     found: dict[str, Tensor] = gradients(dict(sites), inputs, cotangent)
     return found
 

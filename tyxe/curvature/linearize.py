@@ -35,12 +35,13 @@ from tyxe.util import (
     kind_of_batch,
     outside_inference,
     outside_of_inference,
+    vmapped,
 )
 
-# Types of devices on which several cotangents have one backward, since the device waits for the
-# host in that of one; and how many numbers the gradients in maps may have then.
-AT_ONCE: tuple[str, ...] = ("cuda",)
-MOST_AT_ONCE = 2**29
+# How many numbers the gradients in maps may have that one backward computes of several cotangents,
+# by the type of device; elsewhere each has a backward of its own. A GPU waits for the host in that
+# of one. On a processor larger ones gain nothing, and leave its cache.
+MOST_AT_ONCE: dict[str, int] = {"cpu": 2**20, "cuda": 2**29}
 
 # Runs a net on a batch at values of its sites, with no gradients in other parameters.
 Forward = Callable[[Mapping[str, Tensor], Inputs], Any]
@@ -311,11 +312,10 @@ class Linearization:
             yield from self._gradients_of(some)
 
     def _num_at_once(self) -> int:
-        kind = self.outputs.device.type
-        if not self.points or self._differentiable or kind not in AT_ONCE:
+        if not self.points or self._differentiable:
             return 1
         size = sum(call.probe.numel() for calls in self._calls.values() for call in calls)
-        return max(1, MOST_AT_ONCE // max(1, size))
+        return max(1, MOST_AT_ONCE.get(self.outputs.device.type, 0) // max(1, size))
 
     @outside_inference()
     def _gradients_of(self, cotangents: Sequence[Tensor]) -> list[dict[str, PointGradients]]:
@@ -384,7 +384,7 @@ class Linearization:
                 if len(weights) == 1:
                     rows = [[one] for one in backward(weights[0])]
                 else:
-                    rows = [[*each] for each in torch.vmap(backward)(torch.stack(weights))]
+                    rows = [[*each] for each in vmapped(backward)(torch.stack(weights))]
         found = iter(rows)
         for call in calls:
             yield cotangents if self._is_last(call) else next(found)
