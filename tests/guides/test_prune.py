@@ -4,12 +4,14 @@ import copy
 import functools
 import pickle
 
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 import tyxe
 from tests.oracles.inducing import data, make, program, wide_net
+from tyxe.bnn.elbo import elbo_terms
 from tyxe.testing import check_guide
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
@@ -45,6 +47,22 @@ def test_pruned_maps_stay_pruned():
     assert before - tyxe.guides.parameter_count(guide) == size - round(0.2 * size)
     with pytest.raises(ValueError, match="and no more than are left"):
         tyxe.guides.prune_inducing_(guide, keep=0.3)
+
+
+def test_a_sampled_kl_leaves_out_what_is_pruned():
+    torch.manual_seed(0)
+    x, y, num_draws = torch.randn(5, 4), torch.randn(5, 3), 400
+    guide = functools.partial(tyxe.guides.AutoNormal, init_scale=0.3)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.2, 1.5))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=1.0)
+    bnn = tyxe.VariationalBNN(nn.Linear(4, 3), prior, likelihood, guide)
+    tyxe.guides.prune_(bnn.net_guide, keep=0.5)
+
+    def kl(closed):
+        return elbo_terms(bnn.model, bnn.guide, x, y, closed_form_kl=closed).kl.detach()
+
+    sampled = torch.stack([kl(False) for _ in range(num_draws)])
+    assert abs(sampled.mean() - kl(True)) < 4 * sampled.std() / num_draws**0.5
 
 
 def test_rows_of_which_nothing_is_left():

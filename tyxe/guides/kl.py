@@ -14,9 +14,11 @@ from torch import Tensor
 
 from tyxe.distributions import IndependentSites, JointDistribution, known_entropy
 from tyxe.distributions.joint import JointSite
-from tyxe.distributions.normal import gaussian_event
+from tyxe.distributions.normal import PrunedNormal, gaussian_event
 from tyxe.distributions.normal_kl import fusable, fused_kl, log_density
 from tyxe.poutine import Draw
+from tyxe.poutine.selective import masked_within
+from tyxe.util import without_events
 
 # A site of the guide, and the model's site of the same name.
 Pair = tuple[Any, Any]
@@ -119,6 +121,9 @@ def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
         kl = _closed_form(guide_site, model_site["fn"])
         if kl is not None:
             return scale_and_mask(kl, guide_site["scale"], guide_site["mask"]).sum()
+    q, p = guide_site["fn"], model_site["fn"]
+    if isinstance(q, PrunedNormal) and without_events(p).batch_shape == q.kept.shape:
+        model_site = {**model_site, "fn": masked_within(p, q.kept)}
     return log_prob_of(guide_site) - log_prob_of(model_site)
 
 
