@@ -148,14 +148,16 @@ def test_metrics_of_batches_count_by_their_weights(tmp_path):
     assert found["val_error"] == pytest.approx(float(error))
 
 
-def test_a_checkpoint_goes_on_as_if_nothing_had_stopped(tmp_path):
+@pytest.mark.parametrize("weights", [torch.ones(N), torch.where(torch.arange(N) < 20, 5.0, 0.1)])
+def test_a_checkpoint_goes_on_as_if_nothing_had_stopped(tmp_path, weights):
     # Lightning leaves random generators as they are, but opens a loader twice before 2.5.3.
     # A loader draws a seed each time: here from a generator of its own.
-    batches = loader()
+    batches = DataLoader(TensorDataset(X, Y, weights), 20)
     batches.generator = torch.Generator()
 
     def fitted(epochs, checkpoint=None, state=None):
-        module = LightningBNN(variational(), ADAM, scheduler=halved)
+        likelihood = tyxe.likelihoods.Categorical(float(weights.sum()))
+        module = LightningBNN(variational(likelihood=likelihood), ADAM, scheduler=halved)
         own = trainer(tmp_path, epochs)
         if state is not None:
             torch.set_rng_state(state)

@@ -85,6 +85,13 @@ class LightningBNN(lightning.LightningModule):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
 
+    # How much points have weighed so far decides what a weighted one does in a later step.
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mean_weight"] = self.trainable._mean_weight.sums
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.trainable._mean_weight.sums = checkpoint.get("mean_weight", [0.0, 0.0])
+
     def on_train_epoch_start(self) -> None:
         self.trainable.train()
         if (beta := self._beta) is not None:
