@@ -17,8 +17,8 @@ FASTER: dict[str, tuple[str, ...]] = {
     "linear maps": ("cuda",),
     "convolutions": (),
 }
-# Those on which the draws of a site are made by one call. Processors gain nothing by that, and a
-# seed has other draws there.
+# Those on which the draws of a site are made by one call. Processors would gain by it in small nets
+# alone, and a seed would have other draws there.
 DRAWS_AT_ONCE: tuple[str, ...] = ("cuda",)
 # Most numbers of stacked draws, and of the inputs of one pass, each counted for every draw: they
 # bound the memory that is taken beyond that of one draw after the other.
