@@ -104,8 +104,10 @@ def test_trainer_learns_and_evaluates(tmp_path):
     assert found == pytest.approx(-float(own_score), abs=0.1)
 
 
-def test_trainer_resumes_as_if_it_had_not_stopped(tmp_path):
-    whole, half, rest = variational(), variational(), variational()
+@pytest.mark.parametrize("class_weights", [None, torch.tensor([0.2, 3.0])])
+def test_trainer_resumes_as_if_it_had_not_stopped(tmp_path, class_weights):
+    likelihood = tyxe.likelihoods.Categorical(3 * texts.SIZE, class_weights=class_weights)
+    whole, half, rest = (variational(likelihood=likelihood) for _ in range(3))
     trainer(tmp_path / "whole", whole, 4).train()
     first = trainer(tmp_path / "half", half, 4)
     first.add_callback(StopsAfterTwo())

@@ -70,6 +70,13 @@ class TrainerBNN(Trainable):
         self._num_predictions = options.get("num_predictions")
         self.register_state_dict_post_hook(_without_sharing)  # type: ignore[no-untyped-call]
 
+    # How much points have weighed so far decides what a weighted one does in a later step.
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self._mean_weight.sums, dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self._mean_weight.sums = state.tolist()
+
     # The trainer reads the name of the targets from the signature.
     def forward(self, labels: Any = None, **inputs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the loss of a batch, and in eval mode its predictions."""
