@@ -126,8 +126,10 @@ def test_a_density_of_one_number_is_its_integral(likelihood, law, targets):
     assert distribution.sample((2,)).shape == (2, 4, 1)
 
 
-def test_positions_are_independent_of_each_other():
-    likelihood, y = tyxe.likelihoods.Poisson(2), torch.tensor([[0, 3], [20, 1]])
+@pytest.mark.parametrize("event_dim", [0, 2])
+def test_positions_are_independent_of_each_other(event_dim):
+    likelihood = tyxe.likelihoods.Poisson(2, event_dim=event_dim)
+    y = torch.tensor([[0, 3], [20, 1]])
     mean, variance = torch.randn(2, 2, 1).double(), torch.full((2, 2, 1, 1), 1.5).double()
     given = tyxe.data.Targets.of(y[..., None])
     found = gaussian_scores(likelihood, mean, variance, given, OPTIONS).log_likelihood
@@ -140,3 +142,17 @@ def test_positions_are_independent_of_each_other():
     log_prob = gaussian_distribution(likelihood, many).log_prob(given.values)
     of_samples = gaussian_scores(likelihood, *many[:2], given, OPTIONS).log_likelihood
     torch.testing.assert_close(log_prob, of_samples, rtol=0.02, atol=0.0)
+
+
+def test_positions_may_have_a_scale_each():
+    scales, y = torch.tensor([[0.3], [2.0]]).double(), torch.randn(5, 2, 1).double()
+    mean, variance = torch.zeros(5, 2, 1).double(), torch.ones(5, 2, 1, 1).double()
+    parts = [(tyxe.likelihoods.StudentT(5, scale=scales), slice(None))]
+    parts += [(tyxe.likelihoods.StudentT(5, scale=scales[r]), slice(r, r + 1)) for r in range(2)]
+    found, *each = (
+        gaussian_scores(
+            one, mean[:, rows], variance[:, rows], tyxe.data.Targets.of(y[:, rows]), OPTIONS
+        ).log_likelihood
+        for one, rows in parts
+    )
+    torch.testing.assert_close(found, sum(each))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.data import Targets, trailing
+from tyxe.data import Targets
 from tyxe.likelihoods import (
     Bernoulli,
     Categorical,
@@ -29,7 +29,7 @@ from tyxe.predictive.gaussian import (
     gaussian_parts,
     predict_from_gaussian,
 )
-from tyxe.util import at_least_float32, precise
+from tyxe.util import at_least_float32, precise, without_events
 
 
 class Scores(NamedTuple):
@@ -116,23 +116,28 @@ def gaussian_log_likelihood(
     """
     (mean, covariance, options), shape = outputs, outputs.mean.shape
     rows = shape[:-1] if len(shape) > 1 else shape
-    if not options.latents and len(rows) > 1:
-        counted = likelihood.observed(targets)
-        if counted.values.shape[: len(rows)] == rows:
-            # The product over positions of their mixtures, which varies less than their mixture.
-            last = len(rows) - 1
-            outputs = GaussianOutputs(mean.flatten(0, last), covariance.flatten(0, last), options)
-            mask = None if counted.mask is None else trailing(counted.mask, len(rows)).expand(rows)
-            within = replace(counted, weights=None, mask=mask)
-            targets = within.map(lambda part: part.flatten(0, last))
-    samples, weights = outputs.nodes()
-    latents = options.latents_of(len(samples))
-    if weights is None:
-        each = likelihood.mixture_log_likelihood(samples, targets, latents)
-    else:
-        logs = torch.stack([likelihood.log_likelihood(one, targets) for one in samples])
-        each = log_mean_exp(logs, 0, weights)
-    return each.view(shape[0], -1).sum(1)
+    targets = likelihood.observed(targets)
+    if options.latents or _by_position(likelihood, mean, targets, rows) is None:
+        samples = outputs.samples()
+        return likelihood.mixture_log_likelihood(samples, targets, options.latents_of(len(samples)))
+    # The product over positions of their mixtures, which varies less than their mixture.
+    last = len(rows) - 1
+    flat = GaussianOutputs(mean.flatten(0, last), covariance.flatten(0, last), options)
+    samples, weights = flat.nodes()
+    each = samples.view(len(samples), *shape)
+    logs = torch.stack([_by_position(likelihood, one, targets, rows) for one in each])
+    return log_mean_exp(logs, 0, weights).view(len(mean), -1).sum(1)
+
+
+def _by_position(
+    likelihood: Likelihood, outputs: Tensor, targets: Targets, rows: torch.Size
+) -> Any:
+    """Return the log-likelihood of each position, of shape `rows`, or None for one of points."""
+    distribution, values = likelihood._distribution_for(outputs, targets)
+    inner = without_events(distribution)
+    if inner.batch_shape[: len(rows)] != rows:
+        return None
+    return inner.log_prob(values).reshape(*rows, -1).sum(-1)
 
 
 @gaussian_log_likelihood.register
