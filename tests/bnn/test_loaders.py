@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import tyxe
-from tests.oracles.bnns import ADAM, HIDE_NORMS, mean_field, mlp, two_layers
+from tests.oracles.bnns import ADAM, HIDE_NORMS, NORMAL, mean_field, mlp, two_layers
 from tyxe.data import Unpacked
 from tyxe.threads import exclusive
 
@@ -263,3 +263,32 @@ def test_no_worker_outlives_a_run_of_chains(persistent, num_chains):
     bnn = mcmc(SGHMC)
     bnn.fit(loader, 5, warmup_steps=0, num_chains=num_chains)
     assert not set(multiprocessing.active_children()) - before
+
+
+class OfTwo(nn.Module):
+    """A net of two arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 1), nn.Linear(1, 1)
+
+    def forward(self, one, two):
+        return self.one(one) + self.two(two)
+
+
+@pytest.mark.parametrize("use", ["validation", "curvature", "diagnosis"])
+def test_what_reads_held_out_data_takes_arguments_in_a_list_as_loaders_collate_them(use):
+    def found(held_out):
+        torch.manual_seed(0)
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
+        make = tyxe.LaplaceBNN if use == "curvature" else mean_field
+        bnn = make(OfTwo(), prior=NORMAL, likelihood=likelihood)
+        if use == "diagnosis":
+            return tyxe.diagnostics.diagnose(bnn, held_out, held_out).summary
+        return bnn.fit(held_out, ADAM, 2, validation=held_out).validation
+
+    y = X.sum(1, keepdim=True)
+    rows = [((one, two), target) for one, two, target in zip(X[:, :2], X[:, 2:], y, strict=True)]
+    loader = DataLoader(rows, SIZE)
+    assert isinstance(next(iter(loader))[0], list)
+    assert found(loader) == found(Unpacked(loader, lambda batch: (tuple(batch[0]), batch[1])))

@@ -155,7 +155,13 @@ def _checked(batch: Any, device: Any) -> tuple[Any, Any]:
             f"the loader yields a batch without points, of targets {tuple(shape)}; leave it out"
         )
     targets = read_targets(targets, *weights)
-    return Batch(*outside_of_inference(on_device((inputs, targets), device)))
+    inputs, targets = outside_of_inference(on_device((inputs, targets), device))
+    return Batch(_arguments(inputs), targets)
+
+
+def _arguments(inputs: Any) -> Any:
+    """Return inputs of a batch, where a list, which would be a loader, holds arguments."""
+    return tuple(inputs) if isinstance(inputs, list) else inputs
 
 
 class OwnBatches:
@@ -262,9 +268,7 @@ def _as_pair(batch: Any) -> tuple[Any, Any]:
             f"the loader yields {len(batch)} elements; expected (inputs, targets), with several "
             "arguments of the net in a tuple, ((x1, x2), y), or (inputs, targets, weights)"
         )
-    # A list would be a loader, where what is in a batch are arguments.
-    inputs = tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
-    labels = batch[1] if len(batch) > 1 else None
+    inputs, labels = _arguments(batch[0]), batch[1] if len(batch) > 1 else None
     is_known = isinstance(labels, Tensor | Targets)
     return inputs, read_targets(labels, *batch[2:]) if is_known else labels
 
