@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tyxe
 from tests.oracles.bnns import NORMAL, NOTHING, mean_field, mlp
 from tests.oracles.nets import NetOf
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
+from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Ordinal, Poisson
 from tyxe.likelihoods import HeteroskedasticGaussian as Heteroskedastic
 
 N = 24
@@ -115,6 +115,22 @@ def test_two_members_are_their_mixture(name, weights):
     else:
         like = found.sigmoid() if name == "bernoulli" else found.exp()
         torch.testing.assert_close(like, mean)
+
+
+@pytest.mark.parametrize("weights", [None, [3.0, 1.0]])
+def test_draws_of_each_member_are_scored_by_its_own_cut_points(weights):
+    cuts = torch.tensor([[-1.0, 1.0], [-1.0, 3.0]])
+
+    def member(index):
+        likelihood = Ordinal(N, 3, cut_points=cuts[index])
+        return tyxe.VariationalBNN(nn.Linear(2, 1), NOTHING, likelihood)
+
+    ensemble = tyxe.EnsembleBNN(member, 2, weights=weights)
+    each = torch.stack([m.predict(X, num_predictions=0).softmax(-1) for m in ensemble.members])
+    w = ensemble.draw_weights(2)
+    expected = tyxe.predictive.entropy_decomposition(each, w)
+    torch.testing.assert_close(ensemble.ood_score(X), expected.mutual_information)
+    torch.testing.assert_close(ensemble.ood_score(X, "predictive_entropy"), expected.total)
 
 
 def test_samples_are_spread_by_weights():

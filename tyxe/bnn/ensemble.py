@@ -111,6 +111,10 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         """The first member's likelihood."""
         return self._bnns[0].likelihood
 
+    @property
+    def _likelihoods(self) -> list[Likelihood]:  # type: ignore[override]
+        return [member.likelihood for member in self._bnns]
+
     # ------------------------------------------------------------------ fit
 
     def fit(

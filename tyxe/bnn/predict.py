@@ -48,6 +48,10 @@ class SupervisedBNN(Derived, PosteriorBNN):
     def _weights_of(self, count: int) -> None:
         """Return None, because all draws count alike."""
 
+    @property
+    def _likelihoods(self) -> list[Likelihood]:  # type: ignore[override]
+        return [self.likelihood]
+
     @as_before()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw from the posterior, in its present mode."""

@@ -20,7 +20,7 @@ from tyxe.bnn.replay import ReplayedDraws, map_batches
 from tyxe.data import Targets, Unpack, concatenate_targets
 from tyxe.likelihoods import Bernoulli, HeteroskedasticGaussian, Joint, Likelihood, Ordinal
 from tyxe.likelihoods.reductions import reduce_points
-from tyxe.predictive.scores import SCORES
+from tyxe.predictive.scores import LOGITS, SCORES
 from tyxe.processes import all_or_none, check_group, total
 from tyxe.util import Inputs
 
@@ -167,6 +167,7 @@ class Derived:
     predict: Callable[..., Any]
     sample_predictive: Callable[..., Tensor]
     _weights_of: Callable[[int], Tensor | None]  # of so many draws, None for equal ones
+    _likelihoods: list[Likelihood]  # of as many draws each, one after the other
 
     def interval(
         self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
@@ -248,6 +249,11 @@ class Derived:
                 "aggregate=False) returns by name, by a function of tyxe.predictive.scores"
             )
         draws = self.predict(inputs, **{**options, "aggregate": False})
-        likelihood = self.likelihood.with_gradients(bool(options.get("enable_grad")))
-        found = SCORES[score](draws, self._weights_of(len(draws)), likelihood)
+        records = bool(options.get("enable_grad"))
+        each = [likelihood.with_gradients(records) for likelihood in self._likelihoods]
+        weights, likelihood = self._weights_of(len(draws)), each[0]
+        if likelihood.has_classes:  # members have cut points of their own
+            parts = zip(each, draws.chunk(len(each)), strict=True)
+            draws, likelihood = torch.cat([own.class_logits(part) for own, part in parts]), LOGITS
+        found = SCORES[score](draws, weights, likelihood)
         return 1 - found if score == "max_probability" else found
