@@ -347,10 +347,37 @@ class Doubled(torch.autograd.Function):
         return 2 * grad if grad.sum().item() < torch.inf else grad
 
 
-def of_images(structure, curvature, reads):
+class Same(torch.autograd.Function):
+    """The input itself, by a rule for `torch.vmap` that is wrong."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Same.apply(grad)
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return 3 * x, in_dims[0]
+
+
+MIDDLES = {
+    "plain": lambda: nn.BatchNorm2d(4),
+    "reads": lambda: NetOf(lambda net, x: Doubled.apply(x)),
+    "wrong rule": lambda: NetOf(lambda net, x: Same.apply(x)),
+}
+
+
+def of_images(structure, curvature, middle):
     """The curvature, covariances and joint covariance of a net of convolutions, and its notes."""
     torch.manual_seed(0)
-    middle = NetOf(lambda net, x: Doubled.apply(x)) if reads else nn.BatchNorm2d(4)
+    middle = MIDDLES[middle]()
     net = nn.Sequential(nn.Conv2d(2, 4, 3), middle, nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
     x, y = torch.randn(6, 2, 4, 4), torch.tensor([0, 1, 2, 3, 4, 0])
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm2d])
@@ -363,15 +390,15 @@ def of_images(structure, curvature, reads):
     return [torch.as_tensor(one) for one in (*found, *joint)], bnn._runtime.linearized
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["plain", "reads"])
+@pytest.mark.parametrize("middle", MIDDLES)
 @pytest.mark.parametrize("most", [2**29, 2 * 6 * 21])  # numbers of gradients: all, or of two
 @pytest.mark.parametrize("curvature", ["ggn", "fisher"])
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
-def test_one_backward_of_several_cotangents(structure, curvature, most, reads, monkeypatch):
+def test_one_backward_of_several_cotangents(structure, curvature, most, middle, monkeypatch):
     monkeypatch.setattr(linearize, "MOST_AT_ONCE", {})
-    expected, _ = of_images(structure, curvature, reads)
+    expected, _ = of_images(structure, curvature, middle)
     monkeypatch.setattr(linearize, "MOST_AT_ONCE", {"cpu": most})
-    found, known = of_images(structure, curvature, reads)
-    assert known.takes_several == (not reads)
+    found, known = of_images(structure, curvature, middle)
+    assert known.takes_several == (middle == "plain")
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

@@ -38,9 +38,9 @@ from tyxe.util import (
     vmapped,
 )
 
-# How many numbers the gradients in maps may have that one backward computes of several cotangents,
-# by the type of device; elsewhere each has a backward of its own. A GPU waits for the host in that
-# of one. On a processor larger ones gain nothing, and leave its cache.
+# One backward takes so many cotangents that the gradients in maps have this many numbers, by the
+# type of device; on other devices it takes one. A GPU would wait for the host in the backward of
+# one. On a processor more numbers gain nothing, since they leave its cache.
 MOST_AT_ONCE: dict[str, int] = {"cpu": 2**20, "cuda": 2**29}
 
 # Runs a net on a batch at values of its sites, with no gradients in other parameters.
@@ -340,21 +340,31 @@ class Linearization:
 
     def _linear_gradients(self, cotangents: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """Return, for each cotangent, the gradients in the outputs of each linear block's maps."""
-        known = self._known
-        if len(cotangents) > 1 and known.takes_several:
-            is_known = self._kind in known.several_compared
-            (last,) = [{}] if is_known else self._in_one_backward(cotangents[-1:])
+        if len(cotangents) > 1 and self._known.takes_several:
             try:
                 found = self._in_one_backward(cotangents)
-                known.takes_several = all(is_close(found[-1][name], last[name]) for name in last)
-            except RuntimeError:  # such as of a node that torch.vmap does not take, or of memory
-                known.takes_several = False
-            if known.takes_several:
-                known.several_compared.add(self._kind)
-                return found
+                if self._is_as_alone(found[-1], cotangents[-1]):
+                    return found
+            except RuntimeError:
+                pass  # such as of a node that torch.vmap does not take, or of memory
+            self._known.takes_several = False
         return [one for each in cotangents for one in self._in_one_backward([each])]
 
+    def _is_as_alone(self, found: Mapping[str, Tensor], cotangent: Tensor) -> bool:
+        """Whether gradients of one of several cotangents are those of a backward of its own.
+
+        They are compared on the first batch of each kind.
+        """
+        compared = self._known.several_compared
+        if self._kind not in compared:
+            (alone,) = self._in_one_backward([cotangent])
+            if not all(is_close(found[name], alone[name]) for name in alone):
+                return False
+            compared.add(self._kind)
+        return True
+
     def _in_one_backward(self, cotangents: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Return what `_linear_gradients` does, by one backward of all cotangents."""
         each = self._gradients([c for calls in self._calls.values() for c in calls], cotangents)
         found: list[dict[str, Tensor]] = [{} for _ in cotangents]
         for name, calls in self._calls.items():
