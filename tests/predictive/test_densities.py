@@ -137,6 +137,9 @@ def test_positions_are_independent_of_each_other(event_dim):
     of_one = tyxe.likelihoods.Poisson(4), mean.view(4, 1), variance.view(4, 1, 1)
     expected = gaussian_scores(*of_one, each, OPTIONS).log_likelihood.view(2, 2).sum(1)
     torch.testing.assert_close(found, expected)
+    mask = torch.tensor([False, True])
+    kept = gaussian_scores(likelihood, mean, variance, given.masked(mask), OPTIONS).log_likelihood
+    torch.testing.assert_close(kept, expected * mask)
     # Of several positions the distribution is that of samples.
     many = GaussianOutputs(mean, 0.01 * variance, LinkOptions("mc", 2_000, {}))
     log_prob = gaussian_distribution(likelihood, many).log_prob(given.values)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.data import Targets
+from tyxe.data import Targets, trailing
 from tyxe.likelihoods import (
     Bernoulli,
     Categorical,
@@ -133,11 +133,15 @@ def _by_position(
     likelihood: Likelihood, outputs: Tensor, targets: Targets, rows: torch.Size
 ) -> Any:
     """Return the log-likelihood of each position, of shape `rows`, or None for one of points."""
-    distribution, values = likelihood._distribution_for(outputs, targets)
+    # Within the distribution, a mask of points would make a point of all its positions.
+    points = targets.mask if targets.has_whole_points else None
+    given = targets if points is None else replace(targets, mask=None)
+    distribution, values = likelihood._distribution_for(outputs, given)
     inner = without_events(distribution)
     if inner.batch_shape[: len(rows)] != rows:
         return None
-    return inner.log_prob(values).reshape(*rows, -1).sum(-1)
+    found = inner.log_prob(values).reshape(*rows, -1).sum(-1)
+    return found if points is None else found.where(trailing(points, len(rows)), 0)
 
 
 @gaussian_log_likelihood.register
@@ -165,13 +169,14 @@ def _given_numbers(
 
     It comes with the outputs given the targets of these parts, and the mask of all other targets.
     """
-    mean, options = precise(outputs.mean), outputs.options
-    covariance = precise(outputs.covariance) * bool(options.num_samples)
+    mean, covariance, options = precise(outputs.mean), precise(outputs.covariance), outputs.options
+    if not options.num_samples:
+        covariance = torch.zeros_like(covariance)
     residual, kept, noise = torch.zeros_like(mean), torch.zeros_like(mean), torch.ones_like(mean)
     is_other, place = [], 0
     for name, loc in likelihood.outputs_of(mean).items():
         part, own = likelihood._part(name), targets[name]
-        here = slice(place, place := place + loc[0].numel())
+        here = slice(place, place + loc[0].numel())
         is_known = isinstance(part, HomoskedasticGaussian) and not of_part(options.latents, name)
         if is_known:
             assert isinstance(part, HomoskedasticGaussian)
@@ -182,6 +187,7 @@ def _given_numbers(
             noise[:, here] = part.scale_of(like=loc).expand_as(loc).reshape(len(loc), -1)
         flat = own.values.reshape(len(loc), -1)
         is_other.append(torch.full_like(flat, not is_known, dtype=torch.bool))
+        place = here.stop
     # Elsewhere `kept` and the residual are 0, so that nothing follows from these outputs.
     tied = kept.unsqueeze(-1) * covariance
     own_covariance = semi_definite(tied * kept.unsqueeze(-2))
