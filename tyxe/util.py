@@ -473,8 +473,8 @@ def at_each(
 ) -> Tensor:
     """Return a function of the rows of stacked tensors, by passes of so many rows at a time.
 
-    PyTorch's fused layers, which take one row at a time, and no row that starts anywhere, are not
-    used. Any active mode turns them off.
+    PyTorch's fused layers are not used. They take one row at a time, and a row may start where they
+    take no parameter, see `aligned`. Any active mode turns them off.
     """
     with BaseTorchFunctionMode():
         found: Tensor = vmapped(function, chunk_size=chunk_size)(dict(stacked))
