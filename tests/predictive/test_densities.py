@@ -17,6 +17,20 @@ from tyxe.predictive.links import sample_outputs
 OPTIONS = LinkOptions("mc", 100, {})
 
 
+def assert_is_mean_of_samples(found, first, second, num_samples):
+    """Check the log of a mean of densities, whose first two moments are given."""
+    error = (second - first.square()).sqrt() / first / num_samples**0.5
+    assert bool(((found - first.log()).abs() < 4 * error).all())
+
+
+def normal_moments(y, mean, covariance, noise):
+    """The mean of `N(y; f, noise^2)` over Gaussian `f`, and that of its square."""
+    extra = noise**2 * torch.eye(y.shape[-1])
+    first = td.MultivariateNormal(mean, covariance + extra).log_prob(y).exp()
+    second = td.MultivariateNormal(mean, covariance + extra / 2).log_prob(y).exp()
+    return first, second / (2 * noise * math.pi**0.5) ** y.shape[-1]
+
+
 @pytest.mark.parametrize("noise", [1e-4, 1e-2, 1.0])
 def test_a_density_is_exact_where_the_covariance_has_no_full_rank(noise):
     torch.manual_seed(0)
@@ -84,9 +98,8 @@ def test_labels_of_a_joint_are_averaged_given_its_numbers():
     # The label's logit given the number.
     given = mean[:, 1] - 1.2 * y[:, 0] / total, torch.full((2,), 2.0 - 1.2**2 / total)
     first, second = (expected_sigmoid(*given, power) for power in (1, 2))
-    expected = td.Normal(0.0, total**0.5).log_prob(y[:, 0]) + first.log()
-    error = (second - first.square()).sqrt() / first / num_samples**0.5
-    assert bool(((found.log_likelihood[-1] - expected).abs() < 4 * error).all())
+    alone = td.Normal(0.0, total**0.5).log_prob(y[:, 0])
+    assert_is_mean_of_samples(found.log_likelihood[-1] - alone, first, second, num_samples)
 
 
 def test_a_censored_number_has_its_exact_density():
@@ -159,3 +172,51 @@ def test_positions_may_have_a_scale_each():
         for one, rows in parts
     )
     torch.testing.assert_close(found, sum(each))
+
+
+def test_tied_censored_numbers_are_averaged_together():
+    torch.manual_seed(0)
+    numbers, num_samples = tyxe.likelihoods.HomoskedasticGaussian(3, scale=0.5), 2_000
+    likelihood = tyxe.likelihoods.Censored(numbers)
+    y, mean = torch.tensor([[0.5, 0.5], [1.0, 0.3], [-1.0, 0.2]]), torch.zeros(3, 2)
+    tied = torch.tensor([[1.0, 0.9], [0.9, 1.0]]).expand(3, 2, 2)
+    targets = tyxe.data.Targets.of(tyxe.likelihoods.censored_targets(y))
+    options = LinkOptions("mc", num_samples, {})
+    found = gaussian_scores(likelihood, mean, tied, targets, options).log_likelihood
+    assert_is_mean_of_samples(found, *normal_moments(y, mean, tied, 0.5), num_samples)
+
+
+def test_numbers_of_a_joint_with_inferred_noise_are_averaged_given_the_others():
+    torch.manual_seed(0)
+    normal, noise, num_samples = tyxe.likelihoods.HomoskedasticGaussian, 0.02, 2_000
+    joint = tyxe.likelihoods.Joint(a=normal(2, scale=noise), b=normal(2, scale=td.Gamma(2.0, 2.0)))
+    mean = joint.from_net({"a": torch.zeros(2, 1), "b": torch.zeros(2, 1)})
+    tied = torch.tensor([[1.0, 0.8], [0.8, 1.0]]).expand(2, 2, 2)
+    y = {"a": torch.tensor([[1.5], [-0.3]]), "b": torch.tensor([[0.5], [0.2]])}
+    (own,) = joint.latent_priors()
+    options = LinkOptions("mc", num_samples, {own: torch.full((num_samples,), 0.5)})
+    found = gaussian_scores(joint, mean, tied, joint.from_loader(y), options).log_likelihood[-1]
+    total = 1 + noise**2
+    given = 0.8 * y["a"] / total, torch.full((2, 1, 1), 1 - 0.8**2 / total)
+    first, second = normal_moments(y["b"], *given, 0.5)
+    alone = td.Normal(0.0, total**0.5).log_prob(y["a"][:, 0])
+    assert_is_mean_of_samples(found - alone, first, second, num_samples)
+
+
+def test_a_number_whose_noise_is_inferred_has_samples():
+    torch.manual_seed(0)
+    likelihood, num_samples = tyxe.likelihoods.StudentT(2, scale=td.Gamma(2.0, 2.0)), 2_000
+    y, mean, variance = torch.tensor([[0.3], [1.5]]), torch.zeros(2, 1), torch.ones(2, 1, 1)
+    (own,) = likelihood.latent_priors()
+    # Of nodes in order, those below the mean would have the first scale, and the others the second.
+    scales = torch.tensor([0.1, 3.0]).repeat_interleave(num_samples // 2)
+    options = LinkOptions("mc", num_samples, {own: scales})
+    z = torch.linspace(-9, 9, 20_001)
+    density = td.StudentT(4.0, z, scales.unique()[:, None, None]).log_prob(y).exp()
+    weight = td.Normal(0.0, 1.0).log_prob(z).exp()
+    first, second = (torch.trapezoid(density**p * weight, z).mean(0) for p in (1, 2))
+    targets = tyxe.data.Targets.of(y)
+    found = gaussian_scores(likelihood, mean, variance, targets, options).log_likelihood
+    law = gaussian_distribution(likelihood, GaussianOutputs(mean, variance, options))
+    assert_is_mean_of_samples(found, first, second, num_samples)
+    assert_is_mean_of_samples(law.log_prob(y), first, second, num_samples)
