@@ -14,7 +14,15 @@ from torch import nn
 import tyxe
 from tests.oracles.bnns import mean_field, mlp
 from tyxe.guides import AutoNormal
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HomoskedasticGaussian,
+    NegativeBinomial,
+    Ordinal,
+    Poisson,
+    StudentT,
+)
 
 DRAWS = torch.Generator().manual_seed(0)
 X = torch.randn(30, 4, generator=DRAWS)
@@ -22,6 +30,9 @@ TARGETS = {
     "classes": (Categorical(30), 3, torch.randint(3, (30,), generator=DRAWS)),
     "labels": (Bernoulli(30, event_dim=1), 1, (X[:, :1] > 0).float()),
     "numbers": (HomoskedasticGaussian(30, scale=0.3), 2, X[:, :2].sin()),
+    "heavy tails": (StudentT(30, scale=0.3), 2, X[:, :2].sin()),
+    "counts": (Poisson(30), 2, X[:, :2].exp().round()),
+    "overdispersed": (NegativeBinomial(30), 1, X[:, :1].exp().round()),
 }
 
 
@@ -118,11 +129,11 @@ def test_what_is_not_last_is_refused_at_the_first_call():
 def test_what_has_no_closed_form():
     bnn, whole = variational("classes"), mean_field(mlp(4, 6, 3), Categorical(30))
     net, prior = last_layer(1)
-    poisson = mean_field(net, Poisson(30), prior)
+    ordered = mean_field(net, Ordinal(30, 3), prior)
     chains = tyxe.MCMC_BNN(*last_layer(3), Categorical(30), tyxe.samplers.HMC)
     for one, given, options, error, message in (
         (whole, (), {}, TypeError, "over 4 parameters of 2 modules; closed forms are for"),
-        (poisson, (), {}, TypeError, "Poisson has no prediction in closed form"),
+        (ordered, (), {}, TypeError, "Ordinal has no prediction in closed form"),
         (bnn, (4,), {}, TypeError, "leave num_draws out"),
         (bnn, (), {"link": "mc"}, ValueError, "link='mc' draws"),
         (chains, (), {}, (TypeError, ValueError), r"closed form|predictive"),

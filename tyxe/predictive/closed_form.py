@@ -9,9 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Likelihood
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HomoskedasticGaussian,
+    Likelihood,
+    NegativeBinomial,
+    Poisson,
+    StudentT,
+)
 from tyxe.linalg import Operator
 from tyxe.predictive.gaussian import LinkOptions, predict_from_gaussian
+
+# Those whose predictions have no samples, with a link that does not draw.
+PREDICTED = (Categorical, Bernoulli, HomoskedasticGaussian, StudentT, Poisson, NegativeBinomial)
 
 
 class _WithInputs(nn.Linear):
@@ -35,7 +46,7 @@ class ClosedForm(nn.Module):
         layer: name of its last layer, an `nn.Linear`.
         has_weight, has_bias: whether weight and bias have a posterior.
         precision: their precision, row by row of the weight, with the bias as its last column.
-        likelihood: a likelihood of classes, binary labels, or numbers with one noise.
+        likelihood: a likelihood of classes, binary labels, counts, or numbers with one noise.
         options: how predictions are made.
 
     Raises:
@@ -55,7 +66,7 @@ class ClosedForm(nn.Module):
         options: LinkOptions,
     ) -> None:
         super().__init__()
-        if not isinstance(likelihood, Categorical | Bernoulli | HomoskedasticGaussian):
+        if not isinstance(likelihood, PREDICTED):
             raise TypeError(
                 f"{type(likelihood).__name__} has no prediction in closed form: leave "
                 "closed_form out, for draws"
