@@ -107,6 +107,13 @@ def test_judge_is_evaluate_and_predict():
     torch.testing.assert_close(found.log_likelihood.sum(), log_likelihood)
 
 
+def test_scores_record_no_gradients_of_a_learned_noise():
+    likelihood = HomoskedasticGaussian(20, scale=0.1, learn_scale=True)
+    module = tyxe.Trainable(variational(mlp(3, 8, 1), likelihood))
+    found = module.score_batch((X, X[:, :1]), "sum")
+    assert not any(t.requires_grad for t in (*found.predictions, found.error, found.log_likelihood))
+
+
 def test_parts_of_a_joint_likelihood_are_judged_by_name():
     bnn = variational(KindAndSize(3), kind_and_size(20))
     batch = (X, {"kind": Y, "size": X[:, :1]})

@@ -171,9 +171,9 @@ class Trainable(Objective):
         likelihood = self.bnn.likelihood
         with self.bnn._predicting():
             outputs, latents = self.bnn._stacked_outputs(inputs, self.num_predictions)
-        kept, rows = likelihood.counted(targets)
-        found = mixture_scores(likelihood, rows_of(outputs, rows, 1), latents, kept)
-        predictions = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
+            kept, rows = likelihood.counted(targets)
+            found = mixture_scores(likelihood, rows_of(outputs, rows, 1), latents, kept)
+            predictions = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
         parts = found.error, found.log_likelihood, likelihood.score_counts(kept)
         error, log_likelihood = reduced(likelihood, parts, reduction)
         return Scored(predictions, error, log_likelihood, likelihood.named(parts[-1], -2))
