@@ -77,7 +77,9 @@ def test_tied_numbers_of_a_joint_have_their_exact_density(num_samples):
     y = torch.randn(5, 2).double()
     y[4, 0] = math.nan
     targets = joint.from_loader(dict(zip(both, y.split(1, -1), strict=True)))
+    state = torch.get_rng_state()
     found = gaussian_scores(joint, mean, tied, targets, LinkOptions("mc", num_samples, {}))
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn
     exact = bool(num_samples) * tied.double() + 0.02**2 * torch.eye(2).double()
     alone = td.Normal(0.0, exact.diagonal(dim1=1, dim2=2).sqrt(), validate_args=False).log_prob(y)
     together = td.MultivariateNormal(torch.zeros(2).double(), exact[:4]).log_prob(y[:4])

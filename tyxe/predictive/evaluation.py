@@ -156,6 +156,8 @@ def _(
         for name, own in gaussian_parts(likelihood, outputs)
     ]
     numbers, given, is_other = _given_numbers(likelihood, outputs, each)
+    if not bool(is_other.any()):
+        return torch.stack([*logs, numbers.to(logs[0].dtype)])
     samples = given.samples()
     latents = outputs.options.latents_of(len(samples))
     others = likelihood.mixture_log_likelihood(samples, found.masked(is_other), latents)[-1]
