@@ -34,28 +34,38 @@ def described(value: Any) -> str:
     """Say briefly what an argument is."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    is_short = isinstance(value, str | int | float | None)
-    if is_short:
+    if isinstance(value, str):
         return repr(value)
+    if isinstance(value, int | float | torch.dtype | None):
+        return str(value)
     name = type(value).__name__
     return f"{_article(name)} {name}"
 
 
-def count(name: str, value: Any, least: float = 1, hint: str = "") -> int:
+def _refuse(
+    name: str, value: Any, expected: str, error: type[Exception] = ValueError
+) -> typing.NoReturn:
+    raise error(f"{name} is {described(value)}; expected {expected}")
+
+
+def count(
+    name: str, value: Any, least: float = 1, hint: str = "", *, most: float = math.inf
+) -> int:
     """Return a count, an integer of any library, as a plain one.
 
     Raises:
         TypeError: no integer, with a hint of what mends it.
-        ValueError: less than `least`.
+        ValueError: less than `least`, or more than `most`.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{name} is {described(value)}; expected an integer{hint}")
-    if number < least:
-        raise ValueError(f"{name} is {number}; expected {least} or more{hint}")
+        _refuse(name, value, f"an integer{hint}", TypeError)
+    if not least <= number <= most:
+        within = f"{least} or more" if most == math.inf else f"{least} to {most}"
+        _refuse(name, number, within + hint)
     return number
 
 
@@ -96,24 +106,53 @@ def number(
     except (TypeError, ValueError, RuntimeError):  # several numbers, or a complex one
         found = None
     if found is None:
-        raise TypeError(f"{name} is {described(value)}; expected {expected}")
+        _refuse(name, value, expected, TypeError)
     within = (above is None or found > above) and (least is None or found >= least)
     if not (within and -math.inf < found < below and (most is None or found <= most)):
-        given = value if isinstance(value, int | float) else found
-        raise ValueError(f"{name} is {given}; expected {expected}")
+        _refuse(name, value if isinstance(value, int | float) else found, expected)
     return found
 
 
-def choice(name: str, value: Any, known: Iterable[Any]) -> Any:
+def numbers(
+    name: str,
+    values: Tensor,
+    expected: str,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> Tensor:
+    """Return a tensor whose numbers are finite and within bounds; `expected` says so to the reader.
+
+    Raises:
+        ValueError: a number that is not.
+    """
+    if values.numel():
+        lowest, highest = torch.stack(values.detach().aminmax()).tolist()
+        within = lowest > above and least <= lowest <= highest <= most
+        if not (within and -math.inf < lowest <= highest < math.inf):
+            low, high = (str(n) if isinstance(n, int) else f"{n:.4g}" for n in (lowest, highest))
+            given = f"ranges from {low} to {high}" if values.numel() > 1 else f"is {low}"
+            raise ValueError(f"{name} {given}; expected {expected}")
+    return values
+
+
+def points(count: float) -> float:
+    """Return the number of points that count; a ValueError if there is none."""
+    if not count:
+        raise ValueError("no point counts: look for NaN in targets, at masks, and at weights of 0")
+    return count
+
+
+def choice(name: str, value: Any, known: Iterable[Any], hint: str = "") -> Any:
     """Return one of the known values.
 
     Raises:
-        ValueError: another one.
+        ValueError: another one, with a hint of what else there is.
     """
     known = list(known)
     if not any(isinstance(value, type(each)) and value == each for each in known):
-        expected = ", ".join(map(repr, known))
-        raise ValueError(f"{name} is {described(value)}; expected one of {expected}")
+        _refuse(name, value, f"one of {', '.join(map(repr, known))}{hint}")
     return value
 
 
@@ -124,7 +163,36 @@ def one_of(name: str, value: T, kinds: Any, expected: str) -> T:
         TypeError: an instance of another class.
     """
     if not isinstance(value, kinds):
-        raise TypeError(f"{name} is {described(value)}; expected {expected}")
+        _refuse(name, value, expected, TypeError)
+    return value
+
+
+def function(name: str, value: T, expected: str) -> T:
+    """Return a function or a class; a module in its place, which can be called too, is none.
+
+    Raises:
+        TypeError: something else.
+    """
+    kinds: Any = () if isinstance(value, nn.Module) else Callable
+    return one_of(name, value, kinds, expected)
+
+
+def listed(name: str, value: Any) -> Any:
+    """Return several things; a string, whose letters are not meant, is none of them.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        one = repr(value) if isinstance(value, str) else "..."
+        _refuse(name, value, f"a list: {name}=[{one}]", TypeError)
+    return value
+
+
+def known(value: T | None, hint: str) -> T:
+    """Return what there is by now, or raise a RuntimeError with a hint of what makes it."""
+    if value is None:
+        raise RuntimeError(hint)
     return value
 
 
@@ -151,21 +219,27 @@ def tensor(name: str, value: Any, **how: Any) -> Tensor:
         raise TypeError(f"{name} is {described(value)}; expected a tensor or numbers") from None
 
 
-def shape(name: str, tensor: Tensor, expected: Iterable[int | str], hint: str = "") -> Tensor:
-    """Return a tensor of the expected shape, in which a word stands for any size.
+def shape(name: str, tensor: Tensor, expected: Iterable[Any], hint: str = "") -> Tensor:
+    """Return a tensor of the expected shape.
+
+    There a word stands for any size, and `...` for any dimensions, also none.
 
     Raises:
         TypeError: no tensor.
         ValueError: another shape, with a hint of what mends it.
     """
     one_of(name, tensor, Tensor, "a tensor")
-    sizes = tuple(expected)
-    fits = len(sizes) == tensor.dim() and all(
-        isinstance(size, str) or size == given
-        for size, given in zip(sizes, tensor.shape, strict=True)
+    sizes: list[Any] = list(expected)
+    given: list[Any] = list(tensor.shape)
+    if ... in sizes and len(given) >= len(sizes) - 1:
+        place = sizes.index(...)
+        given[place : place + len(given) - len(sizes) + 1] = [...]
+    fits = len(sizes) == len(given) and all(
+        isinstance(size, str) or size == own for size, own in zip(sizes, given, strict=True)
     )
     if not fits:
-        wanted = ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "")
+        words = ["..." if size is ... else str(size) for size in sizes]
+        wanted = ", ".join(words) + ("," if len(words) == 1 else "")
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({wanted}){hint}")
     return tensor
 
@@ -254,7 +328,7 @@ def arguments(function: F) -> F:
             kinds = known.get(name, ())
             if kinds and not any(_is_of(value, kind) for kind in kinds):
                 expected = " or ".join(dict.fromkeys(map(_with_article, kinds)))
-                raise TypeError(f"{name} is {described(value)}; expected {expected}")
+                _refuse(name, value, expected, TypeError)
         return function(*args, **kwargs)
 
     return typing.cast(F, checked)

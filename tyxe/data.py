@@ -124,12 +124,8 @@ class Targets:
         """
         shape = self.values.shape if shape is None else shape
         found = self.mask
-        if found is not None and found.shape != shape[: found.dim()]:
-            raise ValueError(
-                f"numbers of shape {tuple(found.shape)} cannot be left out of {tuple(shape)}: mask "
-                "whole points"
-            )
         if found is not None:
+            check.shape("the mask", found, shape[: found.dim()], ": mask whole points")
             found = trailing(found, len(shape)).expand(shape).to(torch.get_default_dtype())
         if self.weights is None:
             return found
@@ -249,7 +245,8 @@ def weighted(targets: Any, weights: Any) -> Targets:
     """Return the targets of a batch with a weight for each point, a number from 0."""
     weights, found = torch.as_tensor(weights), Targets.of(targets)
     hint = ", one for each point; several arguments of the net go in a tuple, ((x1, x2), y)"
-    check.shape("the third element of a batch, weights,", weights, found.values.shape[:1], hint)
+    name = "the third element of a batch, weights,"
+    check.shape(name, weights, found.values.shape[:1], hint)
     if not weights.is_floating_point() and weights.dtype != torch.bool:
         warn(
             f"the loader yields integers, {weights.dtype}, as a third element, which are taken as "
@@ -257,8 +254,7 @@ def weighted(targets: Any, weights: Any) -> Targets:
             "such as numbers of groups, leave them out: unpack=lambda batch: batch[:2]"
         )
     weights = weights.to(torch.promote_types(weights.dtype, torch.get_default_dtype()))
-    if not bool((weights >= 0).all() & weights.isfinite().all()):
-        raise ValueError("the loader yields weights that are negative or not finite")
+    check.numbers(name, weights, "finite counts from 0", least=0)
     return replace(found, weights=weights)
 
 

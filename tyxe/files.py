@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tyxe import check
+
 # A file: the content as of `torch.save`, and a seal, which `torch.load` passes over: this, the
 # number of the content's bytes, their SHA-256. In files of earlier versions it comes first.
 _MAGIC = b"tyxe file 1\n"
@@ -139,8 +141,7 @@ def _unpickled(data: bytes) -> Any:
     """
     with zipfile.ZipFile(io.BytesIO(data)) as records:
         unpacked = sum(record.file_size for record in records.infolist())
-    if unpacked > len(data):
-        raise ValueError(f"{len(data)} bytes unpack to {unpacked}")
+    check.count("the number of bytes when unpacked", unpacked, 0, most=len(data))
     content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     for value in tree_leaves(content):
         if _lack(value) > 0 or (isinstance(value, Tensor) and value.is_meta):
@@ -226,4 +227,4 @@ def _fitting(kinds: tuple[Any, ...], state: Any) -> Any:
     for kind in kinds:
         if not dataclasses.is_dataclass(kind) or kind.__dataclass_fields__.keys() >= set(state):
             return kind
-    raise ValueError(f"a state of {', '.join(state)} is none of {', '.join(map(str, kinds))}")
+    return kinds[0]  # whose fields the error names

@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from tyxe import check
 from tyxe.errors import warn
+from tyxe.util import on_error
 
 
 def check_group(group: Any) -> Any:
@@ -143,14 +144,8 @@ def _wrapped_whole(module: nn.Module, wrapper: Parallel) -> Any:
     for part in module.modules():
         tables = [(table, {**table}) for table in vars(part).values() if isinstance(table, dict)]
         before.append((part, type(part), {**vars(part)}, tables))
-    try:
-        found = wrapper(module)
-        if any(type(part) is not kind for part, kind, *_ in before[1:]):
-            raise TypeError(
-                "parallel divides modules inside of the objective, whose parameters a fit takes "
-                "from outside of them: shard the objective as one unit: parallel=fully_shard"
-            )
-    except BaseException:
+
+    def restore() -> None:
         for part, kind, attributes, tables in before:
             part.__class__ = kind
             for name in vars(part).keys() - attributes.keys():
@@ -160,7 +155,14 @@ def _wrapped_whole(module: nn.Module, wrapper: Parallel) -> Any:
                 table.update(entries)
             # PyTorch has no call that lets a module be divided anew.
             _composable_state._module_state_mapping.pop(part, None)
-        raise
+
+    with on_error(restore):
+        found = wrapper(module)
+        if any(type(part) is not kind for part, kind, *_ in before[1:]):
+            raise TypeError(
+                "parallel divides modules inside of the objective, whose parameters a fit takes "
+                "from outside of them: shard the objective as one unit: parallel=fully_shard"
+            )
     return found
 
 
@@ -269,17 +271,18 @@ class Processes:
         count, found = self.count, [size for (size,) in self._gathered([rows])]
         if len(set(found)) == 1:
             return
-        if -1 in found:
-            raise ValueError(
-                f"the loaders of the {count} processes yield different numbers of batches: in an "
-                f"epoch some have one more where process {found.index(-1)} has no batch left; "
-                "give each as many points, as torch.utils.data.DistributedSampler does"
-            )
-        raise ValueError(
+        problem = (
             f"the {count} processes have batches of {', '.join(map(str, found))} points; a batch "
             f"is shared out evenly, or its points would count unequally: choose a batch size that "
             f"{count} divides, and drop the rest of the data (drop_last=True)"
         )
+        if -1 in found:
+            problem = (
+                f"the loaders of the {count} processes yield different numbers of batches: in an "
+                f"epoch some have one more where process {found.index(-1)} has no batch left; "
+                "give each as many points, as torch.utils.data.DistributedSampler does"
+            )
+        raise ValueError(problem)
 
     def total(self, values: list[float]) -> list[float]:
         """Return sums over the processes."""

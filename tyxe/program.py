@@ -6,12 +6,13 @@ operations in each run: what its function does in Python, it does once.
 
 from __future__ import annotations
 
+import functools
 import linecache
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._inductor
@@ -252,9 +253,16 @@ def captured(
         return copies
 
     pairs = zip(launched(*leaves), expected, strict=True)
-    if not all(torch.allclose(found, one, equal_nan=True) for found, one in pairs):
-        raise RuntimeError("a graph of them gives other numbers")
+    check_equal("a graph of them", functools.partial(torch.allclose, equal_nan=True), pairs)
     return launched
+
+
+def check_equal(
+    what: str, is_close: Callable[[Tensor, Tensor], bool], pairs: Iterable[tuple[Tensor, Tensor]]
+) -> None:
+    """Raise a RuntimeError if what a faster way gives is not what the plain one does."""
+    if not all(is_close(found, expected) for found, expected in pairs):
+        raise RuntimeError(f"{what} gives other numbers")
 
 
 def copy_into(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -275,7 +283,7 @@ def _traced(
     try:
         graph = make_fx(lambda *given: held[0](*given))(*leaves)
     except RuntimeError as error:
-        raise RuntimeError(f"this net cannot be compiled: {reason_of(error)}; {_REMEDY}") from error
+        _refuse(reason_of(error), error)
     finally:
         held.clear()
         for name in _SOURCES.eval_cache.keys() - sources:
@@ -286,14 +294,18 @@ def _traced(
             getattr(node.target, "tags", ())
         )
         if tags:
-            raise RuntimeError(
-                f"this net cannot be compiled: what {node.target} returns depends on more than the "
-                f"shapes of its inputs ({', '.join(tag.name for tag in tags)}); {_REMEDY}"
+            _refuse(
+                f"what {node.target} returns depends on more than the shapes of its inputs "
+                f"({', '.join(tag.name for tag in tags)})"
             )
     _widen(graph.graph)
     for node in graph.graph.nodes:
         node.meta.clear()  # of the tracer, and not what the compiler expects
     return graph
+
+
+def _refuse(reason: str, cause: Exception | None = None) -> NoReturn:
+    raise RuntimeError(f"this net cannot be compiled: {reason}; {_REMEDY}") from cause
 
 
 def reason_of(error: Exception) -> str:
@@ -333,7 +345,4 @@ def check_repeatable(function: Callable[[Tensor], Iterable[Tensor]], position: T
             tolerance = torch.finfo(expected.dtype).eps ** 0.5
             error, size = (found - expected).norm(), expected.norm()
             if size.isfinite() and not error <= tolerance * size:
-                raise RuntimeError(
-                    "this net cannot be compiled: its forward depends on more than weights and "
-                    f"inputs; {_REMEDY}"
-                )
+                _refuse("its forward depends on more than weights and inputs")

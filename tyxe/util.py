@@ -310,11 +310,6 @@ def call_with(function: Callable[..., Any], inputs: Inputs) -> Any:
         if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
             return function(*inputs)
         return function(inputs)
-    except RuntimeError as error:
-        others = _other_dtypes(unwrapped(function)[0], inputs) if "type" in str(error) else ""
-        if others:
-            raise RuntimeError(f"{error}; {others}") from error
-        raise
     except TypeError as error:
         if isinstance(inputs, tuple | list) and "positional argument" in str(error):
             raise TypeError(
@@ -323,17 +318,6 @@ def call_with(function: Callable[..., Any], inputs: Inputs) -> Any:
                 "list or tuple gets a tuple of it, unpack=lambda batch: ((batch[0],), batch[1])"
             ) from error
         raise
-
-
-def _other_dtypes(net: Any, inputs: Inputs) -> str:
-    """Say which types inputs have that no parameter of a net has, or nothing."""
-    parameters = net.parameters() if isinstance(net, nn.Module) else ()
-    own = {parameter.dtype for parameter in parameters}
-    given = {leaf.dtype for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)} - own
-    if not own or not given:
-        return ""
-    given_, own_ = (", ".join(sorted(map(str, dtypes))) for dtypes in (given, own))
-    return f"the inputs are {given_}, and the net is {own_}: convert one of them by .to(dtype)"
 
 
 def unwrapped(builder: Any) -> tuple[Any, dict[str, Any]]:
@@ -400,6 +384,16 @@ def with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return tensor.to(found.device, torch.float32) if found.dtype.itemsize < 4 else found
 
     return moved
+
+
+@contextmanager
+def on_error(undo: Callable[..., object], *arguments: Any) -> Iterator[None]:
+    """Call a function where what is inside fails, before the error goes on."""
+    try:
+        yield
+    except BaseException:
+        undo(*arguments)
+        raise
 
 
 @contextmanager

@@ -58,8 +58,8 @@ def of_layer(function):
 
 
 BAD = {
-    "whole numbers": (KERNEL, {"dtype": torch.int32}, TypeError, r"torch\.int32; expected that of"),
-    "a name": (KERNEL, {"dtype": "float16"}, TypeError, "'float16'; expected that of samples"),
+    "whole numbers": (KERNEL, {"dtype": torch.int32}, ValueError, r"dtype is torch\.int32"),
+    "a name": (KERNEL, {"dtype": "float16"}, ValueError, "dtype is 'float16'; expected"),
     "yes": (KERNEL, {"compile": "yes"}, ValueError, "compile is 'yes'; expected one of None"),
     "no thinning": (KERNEL, {"thinning": 0}, ValueError, "thinning is 0"),
     "no chains": (KERNEL, {"num_chains": 0}, ValueError, "num_chains is 0"),
@@ -70,7 +70,7 @@ BAD = {
         functools.partial(NUTS, stepsize=0.1),
         {},
         TypeError,
-        "options of NUTS are step_size",
+        "unexpected keyword argument 'stepsize'",
     ),
 }
 
@@ -236,10 +236,9 @@ def test_starts_are_members_that_fits_take():
 
 STEEP = functools.partial(torch.optim.SGD, lr=1e30)
 NO_MEMBERS = {
-    "LBFGS": (N, torch.optim.LBFGS, TypeError, r"optim makes a .*; expected one of torch\.optim"),
-    "nothing": (N, lambda _: None, TypeError, r"optim makes a .*; expected one of torch\.optim"),
+    "nothing": (N, lambda _: None, TypeError, r"optim makes is None; expected one of torch\.optim"),
     "steep": (N, STEEP, ValueError, r"loss of members \[0, 1\] was never finite"),
-    "one point": (1, torch.optim.SGD, ValueError, r"cannot be parted.*pass validation=0"),
+    "one point": (1, torch.optim.SGD, ValueError, "pass validation=0"),
 }
 
 

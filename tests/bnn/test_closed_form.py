@@ -135,7 +135,7 @@ def test_what_has_no_closed_form():
         (whole, (), {}, TypeError, "over 4 parameters of 2 modules; closed forms are for"),
         (ordered, (), {}, TypeError, "Ordinal has no prediction in closed form"),
         (bnn, (4,), {}, TypeError, "leave num_draws out"),
-        (bnn, (), {"link": "mc"}, ValueError, "link='mc' draws"),
+        (bnn, (), {"link": "mc"}, ValueError, "link is 'mc'; expected one of 'probit'"),
         (chains, (), {}, (TypeError, ValueError), r"closed form|predictive"),
     ):
         with pytest.raises(error, match=message):

@@ -155,7 +155,7 @@ def test_resuming_with_another_loader_is_an_error():
     bnn = make(SGLD(0.01))
     with stopped(30):
         bnn.fit(loader(), 20)
-    with pytest.raises(ValueError, match="resume=True goes on with the data"):
+    with pytest.raises(ValueError, match=r"resume=True goes on with the run .* other data"):
         bnn.fit(loader(), 20, resume=True)
 
 
@@ -231,7 +231,7 @@ def test_a_file_that_does_not_fit_is_an_error_before_the_first_step(tmp_path, mo
     [
         ({"compile": True}, "mini-batches is not compiled"),
         ({"init": warm_start()}, r"a warm start takes all data at once.*bnn\.starts"),
-        ({"warmup_steps": 3}, "13 steps are too few for 4 cycles"),
+        ({"warmup_steps": 3}, "number of steps is 13; .* for 4 cycles"),
     ],
 )
 def test_bad_options_leave_no_file(options, message, tmp_path):

@@ -226,7 +226,7 @@ def test_copies_and_files_are_without_the_loader(tmp_path, kind):
 
 @pytest.mark.parametrize("loader", [torch.zeros(5, 4), (torch.zeros(5, 4),), 3])
 def test_what_is_no_loader(loader):
-    with pytest.raises(TypeError, match=r"data_loader is .*; expected a loader, or a list"):
+    with pytest.raises(TypeError, match=r"data_loader is .*; expected a loader"):
         made().update_norm_statistics(loader)
 
 

@@ -122,7 +122,7 @@ def test_snapshots_of_a_task_are_not_those_of_the_next(tmp_path):
     before = bnn.predict(data()[0], num_predictions=0)[0]
     bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0, 2)))
     assert torch.equal(bnn.predict(data()[0], num_predictions=0)[0], before)
-    with pytest.raises(ValueError, match="make 3 snapshots, and there are 0"):
+    with pytest.raises(ValueError, match=r"number of snapshots is 3; .* make 3, so"):
         bnn.fit(loader(), SGD, 3, start=0)
     bnn.save(tmp_path / "bnn")
     bnn.load(tmp_path / "bnn")
@@ -245,9 +245,9 @@ def test_a_resumed_training_is_the_uninterrupted_one(stop):
 @pytest.mark.parametrize(
     ("epochs", "options", "match"),
     [
-        (8, {}, "8 epochs with start=0.75 and every=1 make 2 snapshots, and there are 0"),
-        (8, {"start": 0, "every": 3}, "make 2 snapshots.*rank=4.*lower rank, more epochs or an ea"),
-        (0, {}, "make 0 snapshots"),
+        (8, {}, "8 epochs with start=0.75 and every=1 make 2, so take"),
+        (8, {"start": 0, "every": 3}, "expected 4 or more, .*lower rank, more epochs or an"),
+        (0, {}, "make 0, so"),
         (8, {"start": 1.0}, "start is 1.0; .* and below 1, a part of the epochs"),
         (8, {"start": -0.5}, "start is -0.5"),
         (8, {"every": 0}, "every is 0"),

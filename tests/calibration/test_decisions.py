@@ -111,12 +111,12 @@ def test_everything_is_answered_by_a_net_that_is_right_and_nothing_by_one_that_i
     [
         (lambda: RiskControl(risk=0.0), "risk"),
         (lambda: RiskControl(delta=1.0), "delta"),
-        (lambda: RiskControl().fit(*points(228)), "needs 230 held-out points"),
+        (lambda: RiskControl().fit(*points(228)), "points is 228; expected 230 or more"),
         (
             lambda: RiskControl(0.5).fit(
                 torch.zeros(9, 2), tyxe.data.Targets(torch.zeros(9).long(), 2 * torch.ones(9))
             ),
-            "count once",
+            "expected 1, for which the guarantee is",
         ),
     ],
 )
@@ -209,7 +209,7 @@ X, Y = regression(8)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: CVPlus(least_squares, 0.9, folds=None).fit(X, Y), "y has 8 points; expected 9 or"),
+        (lambda: CVPlus(least_squares, 0.9, folds=None).fit(X, Y), "points is 8; expected 9 or"),
         (lambda: CVPlus(least_squares, 0.8).fit(X, Y), "expected 10 or more"),
         (lambda: CVPlus(of_columns, 0.5, 2).fit(X, Y[:, 0]), "shape"),
         (lambda: CVPlus(least_squares, 0.5, 2).fit(X, Y * torch.nan), r"fit\(x\[kept\], y"),

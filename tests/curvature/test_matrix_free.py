@@ -189,10 +189,10 @@ def test_bad_input_is_refused():
         torch.zeros(4).long(),
         tyxe.likelihoods.Categorical(4),
     )
-    with pytest.raises(ValueError, match=r"'0.weight' is in half precision.*\.float\(\)"):
+    with pytest.raises(ValueError, match=r"'0.weight' is torch.float16; .*\.float\(\)"):
         products_of(mlp().half(), [(x.half(), y)], likelihood)
     for batches in ([], [(x, Targets(y, torch.zeros(4)))]):
-        with pytest.raises(ValueError, match=r"no point of the loader counts"):
+        with pytest.raises(ValueError, match="no point counts"):
             dense_products(products_of(mlp(), batches, likelihood))
     with pytest.raises(ValueError, match=r"curvature is 'gauss'; expected .*'hessian'"):
         products_of(mlp(), [(x, y)], likelihood, "gauss")
@@ -200,7 +200,7 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match=r"vectors has shape \(2, 30\); expected \(2, 31\)"):
         products @ torch.zeros(2, 30).double()
     x[0, 0] = math.inf
-    with pytest.raises(ValueError, match=r"not finite"):
+    with pytest.raises(ValueError, match="expected finite numbers"):
         low_rank_curvature(products_of(mlp(), [(x, y)], likelihood), 3)
 
 

@@ -26,7 +26,7 @@ from tests.oracles.inducing_gaussians import (
     priors,
     randn,
 )
-from tyxe.distributions import FactorizedNormal, IndependentSites, InducingWeights, JointMarginal
+from tyxe.distributions import FactorizedNormal, IndependentSites, InducingWeights
 from tyxe.distributions.buffered import BufferedDistribution, detached
 from tyxe.distributions.inducing import (
     HierarchicalInducing,
@@ -227,8 +227,6 @@ def test_isotropic_priors():
 
 def test_sites_of_a_joint_posterior():
     q = make()
-    with pytest.raises(ValueError, match=r"no site 'net.wieght'; expected one of net.weight"):
-        JointMarginal(q, "net.wieght")
     marginal = q.marginal("net.bias")
     assert marginal.expand(Size([])) is marginal
     with pytest.raises(NotImplementedError, match="InducingWeights is one joint event"):

@@ -85,19 +85,18 @@ STARTS = (
     (lambda: normal(prior=dist.Poisson(1.0)), VALUE, r"'net.weight' is discrete"),
     (lambda: AutoNormal(program(hide_all=True)), VALUE, "the prior exposes none: expose some, or "),
     (lambda: AutoNormal(nn.Linear(2, 1)), TYPE, r"a Linear \(missing .*'input'.*guide's clas"),
-    (lambda: normal(init_scale=0.0), VALUE, "init_scale is 0.0; expected positive"),
+    (lambda: normal(init_scale=0.0), VALUE, "init_scale is 0; expected positive"),
     (lambda: normal(init_scale=math.nan), VALUE, "expected positive"),
     (lambda: radial(init_scale=0.5, max_guide_scale=0.5), VALUE, "not below max_guide_scale 0.5"),
     (lambda: normal(init_loc_fn=3), TYPE, "init_loc_fn is 3; expected a function, such as tyxe"),
     (lambda: normal(max_guide_scale=0.0), VALUE, "max_guide_scale is 0.0"),
     (lambda: normal(init_loc_fn=lambda _: ROW), VALUE, r"\(1, 3\); expected \(2, 3\), that of "),
     (lambda: normal(POSITIVE, init_loc_fn=init_to_zero), VALUE, "not inside .*init_to_median"),
-    (lambda: AutoNormal(at(math.nan)), VALUE, r"the net's net\.bias is not finite"),
-    (lambda: PyroGuide.build(autoguide.AutoDelta, at(math.inf)), VALUE, r"net\.bias is not finite"),
+    (lambda: AutoNormal(at(math.nan)), VALUE, r"net's net\.bias .*; expected"),
+    (lambda: PyroGuide.build(autoguide.AutoDelta, at(math.inf)), VALUE, "expected finite"),
     (lambda: normal(init_loc_fn=NO_BIAS), VALUE, "no .* value for 'net.bias'; there are weight"),
-    (lambda: PretrainedInitializer(nn.Linear(2, 1)), TYPE, r"use PretrainedInitializer.from_net\("),
     (lambda: of_hierarchy(init_loc_fn=init_to_normal_radford), VALUE, "no layer, .* no fan-in"),
-    (lambda: normal(CAUCHY, init_scale=scale_below_prior()), VALUE, "no finite standard deviation"),
+    (lambda: normal(CAUCHY, init_scale=scale_below_prior()), VALUE, "finite numbers to start"),
     (lambda: stationary_scale(0.0, 3), VALUE, "learning_rate is 0.0"),
     (lambda: stationary_scale(0.1, 0), VALUE, "batch_size is 0"),
     (lambda: SWAGGuide(program(), rank=1), VALUE, "rank is 1"),
@@ -137,13 +136,13 @@ INDUCING = (
     (lambda: inducing(q_inducing="low"), VALUE, "q_inducing is 'low'; expected one of 'diago"),
     (lambda: inducing(ensemble_size=0), VALUE, "ensemble_size is 0"),
     (lambda: inducing(dataset_size=0), VALUE, "dataset_size is 0"),
-    (lambda: inducing(init_lambda=0.0), VALUE, "init_lambda is 0.0; expected positive"),
-    (lambda: inducing(max_lambda=1e-4), VALUE, "is not below max_lambda 0.0001"),
+    (lambda: inducing(init_lambda=0.0), VALUE, "init_lambda is 0; expected positive"),
+    (lambda: inducing(max_lambda=1e-4), VALUE, "below 0.0001, which is max_lambda"),
     (lambda: inducing(max_lambda=-1.0), VALUE, "max_lambda is -1.0"),
     (lambda: inducing(max_scale_u=0.0), VALUE, "max_scale_u is 0.0"),
-    (lambda: inducing(max_scale_u=1e-3), VALUE, "is not below max_scale_u 0.001"),
+    (lambda: inducing(max_scale_u=1e-3), VALUE, "below 0.001, which is max_scale_u"),
     (lambda: inducing(hierarchical=(1, 1), whitened=False), VALUE, "stack whitened ones"),
-    (lambda: inducing(hierarchical=(5, 1)), VALUE, r"from 1 to the stack's size \(4, 2\)"),
+    (lambda: inducing(hierarchical=(5, 1)), VALUE, "expected 1 to 4, the stack's own size"),
     (lambda: inducing(hierarchical=(1, 1), inducing_cols=OTHER_COLS), VALUE, "as many columns"),
     (lambda: inducing(q_induced=3), TYPE, "q_induced"),
     (lambda: inducing(options=InducingOptions(), max_lambda=0.1), TYPE, "max_lambda given besides"),
@@ -155,7 +154,7 @@ INDUCING = (
 
 PRUNING = (
     *(
-        (functools.partial(pruned, function, keep), VALUE, "keep is")
+        (functools.partial(pruned, function, keep), VALUE, "what keep=|keep is")
         for function in (prune_, prune_inducing_)
         for keep in (0.0, 1.1, 1e-9)
     ),
@@ -164,10 +163,7 @@ PRUNING = (
 )
 
 BUILDERS = (
-    (lambda module: 3, TYPE, "builder returned a int; expected a module"),
-    (AutoInducing, TYPE, "AutoInducing.* missing 2 required"),
-    (functools.partial(AutoNormal, spread=1.0), TYPE, "AutoNormal .* unexpected keyword argument "),
-    (autoguide.AutoDiscreteParallel, VALUE, "AutoDiscreteParallel .* to be discrete .* functools."),
+    (lambda module: 3, TYPE, "builder returned is 3; expected a module"),
     ("AutoNormal", TYPE, "builder is .AutoNormal.; expected a class of guides"),
     (AutoNormal(program()), TYPE, "builder is an AutoNormal; expected a class of guides"),
 )

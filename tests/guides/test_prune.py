@@ -45,7 +45,7 @@ def test_pruned_maps_stay_pruned():
     assert torch.equal(*found)
     tyxe.guides.prune_inducing_(guide, keep=0.2)
     assert before - tyxe.guides.parameter_count(guide) == size - round(0.2 * size)
-    with pytest.raises(ValueError, match="and no more than are left"):
+    with pytest.raises(ValueError, match="the elements that are left of"):
         tyxe.guides.prune_inducing_(guide, keep=0.3)
 
 

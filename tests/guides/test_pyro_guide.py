@@ -58,7 +58,7 @@ def test_any_module_is_a_guide_and_a_function_is_none():
     with pytest.raises(TypeError, match=r"Fixed has no median, .*: predict with num_predictions"):
         guide.median()
     # A function's pyro.param would live in the global store, where nothing trains it.
-    with pytest.raises(TypeError, match="builder returned a function; expected a module"):
+    with pytest.raises(TypeError, match="builder returned is a function; expected a module"):
         PyroGuide.build(lambda module: Fixed().forward.__func__, sites)
 
 

@@ -93,10 +93,3 @@ def test_batches_of_graphs_have_a_target_each():
     bnn = variational(Pooled(), size=3)
     bnn.fit([batch], ADAM, 2, unpack=of_graphs)
     assert bnn.predict([batch], num_predictions=2, unpack=of_graphs).shape == (3, 2)
-
-
-def test_what_is_missing_is_named():
-    with pytest.raises(ValueError, match="has no 'val_mask'; it has"):
-        unpack(graph(), "val_mask")
-    with pytest.raises(TypeError, match="a batch is"):
-        unpack((torch.zeros(2), torch.zeros(2)))

@@ -27,14 +27,14 @@ SIGNED = torch.tensor([1.0, -1.0])
 CONSTRUCTED = (
     (lambda: HomoskedasticGaussian(9), VALUE, "exactly one of them"),
     (lambda: HomoskedasticGaussian(9, 1.0, 1.0), VALUE, "exactly one of them"),
-    (lambda: HomoskedasticGaussian(9, 0.0), VALUE, "scale is 0.0; expected"),
-    (lambda: HomoskedasticGaussian(9, precision=-1.0), VALUE, "precision is -1.0"),
+    (lambda: HomoskedasticGaussian(9, 0.0), VALUE, "scale is 0; expected"),
+    (lambda: HomoskedasticGaussian(9, precision=-1.0), VALUE, "precision is -1"),
     (lambda: HomoskedasticGaussian(9, math.nan), VALUE, "scale is nan; expected"),
     (lambda: HomoskedasticGaussian(9, SIGNED), VALUE, "expected positive numbers"),
     (lambda: StudentT(4, df=2.0), VALUE, r"df is 2\.0; expected a number above 2"),
-    (lambda: Bernoulli(8, pos_weight=-1.0), VALUE, "pos_weight is -1.0; expected"),
-    (lambda: Categorical(8, class_weights=SIGNED), VALUE, "class_weights are .*; exp"),
-    (lambda: Categorical(8, class_weights=torch.zeros(2)), VALUE, "class_weights are"),
+    (lambda: Bernoulli(8, pos_weight=-1.0), VALUE, "pos_weight is -1; expected"),
+    (lambda: Categorical(8, class_weights=SIGNED), VALUE, "class_weights ranges from -1 to 1; exp"),
+    (lambda: Categorical(8, class_weights=torch.zeros(2)), VALUE, "the sum of class_weights is 0"),
     (lambda: Ordinal(3, 1), VALUE, "num_classes is 1; expected 2 or more"),
     (lambda: Ordinal(3, 4, cut_points=torch.zeros(2)), VALUE, r"expected \(3,\)"),
     (lambda: Ordinal(3, 3, cut_points=torch.zeros(2)), VALUE, "numbers that grow"),
@@ -48,7 +48,7 @@ CONSTRUCTED = (
     (lambda: Joint(kind=KINDS, count=COUNTS), VALUE, r"different dataset_size.*6.*3"),
     (lambda: Joint(a=KINDS, weights={"b": 2.0}), VALUE, "part of weights is 'b'"),
     (lambda: Joint(a=KINDS, weights={"a": -1}), VALUE, "weight of a is -1; expected"),
-    (lambda: Joint(a=KINDS, weights={"a": 0.0}), VALUE, "all weights of parts are 0"),
+    (lambda: Joint(a=KINDS, weights={"a": 0.0}), VALUE, "the sum of weights is 0"),
     (lambda: Joint(a=KINDS, weights=KINDS), TYPE, "weights is a Categorical"),
 )
 

@@ -331,7 +331,7 @@ def test_own_parameters_are_learned_or_drawn(make):
     )
     with pytest.raises(ValueError, match="is inferred, and its prior alone"):
         drawn.log_likelihood(f, y)
-    with pytest.raises(ValueError, match=rf"{own} is -1.0; expected positive numbers"):
+    with pytest.raises(ValueError, match=rf"{own} is -1; expected positive numbers"):
         make(4, -1.0)
     with pytest.raises(ValueError, match="is a distribution, so it is inferred"):
         make(4, dist.LogNormal(0.0, 1.0), **{f"learn_{own}": True})

@@ -223,8 +223,8 @@ def test_classes_may_come_first():
     [
         (torch.ones(5), r"weights, has shape \(5,\); expected \(6,\)"),
         (torch.ones(6, 1), r"weights, has shape \(6, 1\); expected \(6,\)"),
-        (-torch.ones(6), "negative or not finite"),
-        (torch.full((6,), float("nan")), "negative or not finite"),
+        (-torch.ones(6), "expected finite counts from 0"),
+        (torch.full((6,), float("nan")), "expected finite counts from 0"),
         (torch.full((6,), 3.0), "18 points.*dataset_size=8.*sum of their weights"),
     ],
 )
@@ -248,5 +248,5 @@ def test_a_batch_of_which_nothing_counts_has_no_data_term():
     terms = elbo_terms(bnn.model, bnn.guide, X, Targets(CLASSES, torch.zeros(6)))
     assert terms.data == 0
     assert terms.points == 0
-    with pytest.raises(ValueError, match="no point of the loader counts"):
+    with pytest.raises(ValueError, match="no point counts"):
         curvature_of_fit(Categorical(8), [(X, CLASSES, torch.zeros(6))])

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from tests.contracts.operators import OPERATORS, PRODUCTS, check_operator
-from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank, Sum
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
 from tyxe.linalg.state import STATE_NAMES, operator_from_state, operator_state
 from tyxe.threads import unvalidated
 
 NAN, INF = float("nan"), float("inf")
 EYE, UPPER, ONES = torch.eye(2), torch.ones(2, 2).triu(), torch.ones(2)
-MIXED = {"a": Dense(EYE), "b": Dense(EYE.double())}
 kron = Kronecker.from_factors
 
 
@@ -39,13 +38,11 @@ REFUSED = {
     "kron, scale": (lambda: kron(EYE, EYE, scale=-1.0), "the scale goes down to -1"),
     "kron, eigenvalues": (lambda: with_bases(-ONES, ONES), "out_eigenvalues goes down to -1"),
     "kron, basis": (lambda: with_bases(ONES, torch.ones(3)), r"the input .*; expected \(3, 3\)"),
-    "blocks, dtypes": (lambda: BlockDiagonal(MIXED), "the blocks 'a' and 'b' are in torch.float32"),
     "dense, list": (lambda: Dense([[1.0]]), "the matrix is a list; expected a tensor"),
     "blocks, list": (lambda: BlockDiagonal([]), "blocks is a list; expected operators by name"),
     "vectors, list": (lambda: Dense(EYE).solve([1.0]), "is a list; expected a tensor of vectors"),
     "noise": (lambda: Dense(EYE).sample((2,), 1.0), "noise is 1.0; expected a tensor or None"),
     "shape of samples": (lambda: Dense(EYE).sample(2), "sample_shape is 2; expected a sequence"),
-    "terms, dtypes": (lambda: Sum(MIXED), "the terms 'a' and 'b' are in torch.float32"),
 }
 
 

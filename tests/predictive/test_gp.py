@@ -259,7 +259,7 @@ def test_bad_input():
         bnn.fit_gp([(x, y)], factor=-1.0)
     with pytest.raises(RuntimeError, match=r"call fit_gp"):
         bnn.predict(x, predictive="gp")
-    with pytest.raises(ValueError, match=r"predictive is 'gp'; expected 'bnn' or 'glm'"):
+    with pytest.raises(ValueError, match=r"predictive is 'gp'; expected one of 'bnn', 'glm', or"):
         mean_field(nn.Linear(3, 3), bnn.likelihood).predict(x, predictive="gp")
 
 

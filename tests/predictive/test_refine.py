@@ -226,7 +226,7 @@ def test_weights_of_1_and_a_label_that_could_be_ignored_are_none():
     expected = bnn.refine([(x, y)]).mean
     assert all(torch.equal(mean, expected) for mean in found)
     bnn.likelihood = ignoring
-    with pytest.raises(ValueError, match="counts each point once"):
+    with pytest.raises(ValueError, match="counts ranges from 0 to 1; expected 1 for refine"):
         bnn.refine([(x, y.index_fill(0, torch.tensor([3]), -100))])
 
 

@@ -203,9 +203,9 @@ def test_a_batch_of_all_is_a_permutation_in_which_scores_of_zero_come_last():
 @pytest.mark.parametrize(
     ("given", "size", "message"),
     [
-        (torch.tensor([0.1, 0.2]), 3, "there are 2 scores"),
+        (torch.tensor([0.1, 0.2]), 3, "the number of scores is 2; expected 3"),
         (torch.tensor([0.1, -0.2]), 1, "from -0.2"),
-        (torch.tensor([0.1, math.nan]), 1, "not negative"),
+        (torch.tensor([0.1, math.nan]), 1, "expected numbers of 0 or more"),
         (torch.zeros(2, 2), 1, "shape"),
     ],
 )

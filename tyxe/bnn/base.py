@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from tyxe import check
 from tyxe.bnn.checkpoint import Saved
+from tyxe.bnn.elbo import check_samples
 from tyxe.bnn.runtime import Runtime
 from tyxe.bnn.standin import (
     Modes,
@@ -66,6 +67,21 @@ def _check_has_values(net: nn.Module) -> None:
                 f"{name!r} has no values yet: run the net on a batch before, or for the meta "
                 "device net.to_empty(device=...), and load its weights"
             )
+
+
+def _another_kind(state_dict: Mapping[str, Any]) -> str:
+    """Say what a state dict is that is none of a BNN, and where it goes."""
+    if set(state_dict) == {"training", "content"}:
+        return "this is what is in a file of save: call load(path)"
+    if "optimizer" in state_dict and "bnn" in state_dict:
+        return "this is a checkpoint; pass it to load_checkpoint"
+    ours = ("net.", "net_prior.", "net_guide.", "samples.")
+    if any(str(key).startswith(ours) for key in state_dict):
+        return ""
+    return (
+        "this state is not that of one BNN: a net's goes into the net, before the BNN is built, "
+        "and an ensemble's into an EnsembleBNN, or what to_ensemble returns"
+    )
 
 
 def set_train_mode(bnn: BNN) -> None:
@@ -248,11 +264,7 @@ class BNN(Saved, nn.Module):
         tensors: dict[int, Tensor] = {}
         prefix = self.net_prior.prefix
         for name, slots in self._slots.items():
-            if name not in values:
-                raise ValueError(
-                    f"there is no draw for site {name!r}; the guide gives "
-                    f"{', '.join(values) or 'none'}"
-                )
+            check_samples(name, values)
             value = substitute_site(name, values[name])
             own: Any = slots[0][0]._parameters[slots[0][1]]
             value = aligned(self.net_prior.whole_of(name.removeprefix(prefix), own, value))
@@ -398,20 +410,11 @@ class BNN(Saved, nn.Module):
             self._follow_prior(self.net_prior)
             if not isinstance(error, Exception):
                 raise
-            if set(state_dict) == {"training", "content"}:
-                raise RuntimeError("this is what is in a file of save: call load(path)") from None
-            if "optimizer" in state_dict and "bnn" in state_dict:
-                raise RuntimeError("this is a checkpoint; pass it to load_checkpoint") from None
-            ours = ("net.", "net_prior.", "net_guide.", "samples.")
-            if not any(str(key).startswith(ours) for key in state_dict):
-                raise RuntimeError(
-                    "this state is not that of one BNN: a net's goes into the net, before the BNN "
-                    "is built, and an ensemble's into an EnsembleBNN, or what to_ensemble returns"
-                ) from None
-            raise RuntimeError(
+            reason = _another_kind(state_dict) or (
                 f"the state dict does not fit this {type(self).__name__}, which was left as it "
-                "was; build it with the same net, prior, likelihood and guide. " + str(error)
-            ) from None
+                f"was; build it with the same net, prior, likelihood and guide. {error}"
+            )
+            raise RuntimeError(reason) from None
 
     def _check_numbers(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Raise where anything in a state dict but the net's buffers has elements that are NaN.

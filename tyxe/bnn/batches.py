@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,7 +55,13 @@ def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
         empty = False
         yield batch
     if empty:
-        raise ValueError(_EMPTY)
+        _no_batches()
+
+
+def _no_batches() -> NoReturn:
+    raise ValueError(
+        "the loader is empty; expected a batch or more (a generator can be used once only)"
+    )
 
 
 def check_has_targets(targets: Any) -> None:
@@ -124,17 +130,14 @@ def all_batches(loader: Iterable[Any], device: Any = None) -> list[tuple[Any, An
     return [*batches] if isinstance(loader, list) else [*map(copied, batches)]
 
 
-_EMPTY = "the loader is empty; expected a batch or more (a generator can be used once only)"
-
-
 def check_iterable(loader: Any, name: str = "data_loader") -> None:
     """Raise a TypeError for objects that do not yield batches."""
     _check_no_dataset(loader)
-    expected = "an iterable of (inputs, targets), such as a torch.utils.data.DataLoader or [(x, y)]"
-    check.one_of(name, loader, Iterable, expected)
+    pairs = "(inputs, targets), such as a torch.utils.data.DataLoader or [(x, y)]"
+    expected = f"a loader, an iterable of {pairs}"
     parts = loader if isinstance(loader, tuple) else [loader]
-    if isinstance(loader, Mapping) or any(hasattr(type(part), "__array__") for part in parts):
-        raise TypeError(f"{name} is {described(loader)}, and no loader; expected {expected}")
+    is_data = isinstance(loader, Mapping) or any(hasattr(type(p), "__array__") for p in parts)
+    check.one_of(name, loader, () if is_data else Iterable, expected)
 
 
 def _checked(batch: Any, device: Any) -> tuple[Any, Any]:
@@ -184,11 +187,11 @@ class OwnBatches:
 
     def take(self) -> tuple[Any, Any]:
         """Return the next batch; errors are those of `batches_of`."""
-        return self._advance(anew=False) or self._advance(anew=True) or self._raise()
+        return self._advance(anew=False) or self._advance(anew=True) or _no_batches()
 
     def epoch(self) -> Iterator[tuple[Any, Any]]:
         """Yield the batches of a new epoch."""
-        batch: Any = self._advance(anew=True) or self._raise()
+        batch: Any = self._advance(anew=True) or _no_batches()
         while batch is not None:
             yield batch
             batch = self._advance(anew=False)
@@ -212,9 +215,6 @@ class OwnBatches:
         self._iterator = iter(())
         if isinstance(self._loader, DataLoader):
             self._loader._iterator = None
-
-    def _raise(self) -> Any:
-        raise ValueError(_EMPTY)
 
 
 def _with_own_iterator(loader: Any) -> Any:

@@ -16,7 +16,7 @@ from tyxe.bnn.batches import copied
 from tyxe.bnn.compiled import CompiledStep, restore
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.errors import warn
-from tyxe.program import Capture, Program, copy_into, has_graphs, reason_of
+from tyxe.program import Capture, Program, check_equal, copy_into, has_graphs, reason_of
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 
 # The host waits for the device once in so many steps, to see whether all were finite, and keeps
@@ -164,8 +164,7 @@ class _Captured:
                     pairs.append((parameter - start, move))
             finally:
                 restore(changed, before)
-        if not all(is_close(one, other) for one, other in pairs):
-            raise RuntimeError("a graph of them gives other numbers")
+        check_equal("a graph of them", is_close, pairs)
 
     def _updated(self, step: CompiledStep) -> ElboTerms:
         """Make a step on a batch, without what looks for numbers that are not finite."""

@@ -134,9 +134,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check.fields(self)
-        dtype = self.dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype is {dtype!r}; expected that of samples, such as torch.float16")
+        known = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        check.choice("dtype", self.dtype, known)
         if self.file is not None and os.path.lexists(self.file):
             raise FileExistsError(
                 f"{self.file} is there, perhaps with another BNN's samples: pass a new name, or "
@@ -189,24 +188,26 @@ class MCMCRun:
         found = self.potential.unflatten(self.run.kept.positions[:, : self.run.num_kept])
         return found if group_by_chain else {n: v.flatten(0, 1) for n, v in found.items()}
 
-    def check_same(self, data: Any, asked: dict[str, Any]) -> None:
+    def check_same(self, data: Any, asked: dict[str, Any], new: list[str]) -> None:
         """Raise a ValueError, with what differs, for a fit that is not the one to go on with.
 
-        `asked` is what the run is to be, by the names of its attributes; None for anything.
+        `asked` is what the run is to be, by the names of its attributes; None for anything. `new`
+        are options of new runs alone.
         """
+        others = [*new]
         for name, value in asked.items():
             known = self.num_chains if name == "num_chains" else getattr(self.run, name)
             if value not in (None, known):
-                raise ValueError(
-                    f"resume=True goes on with a run of {name}={known}, not {value}: leave resume "
-                    "out for a new one"
-                )
+                others.append(f"{name}={value} in place of {known}")
         ours, given = tree_leaves(self.data), tree_leaves(data)
-        is_same = len(ours) == len(given) and all(map(_is_same, ours, given))
-        if not is_same or self.potential.bnn._like.dtype != self.run.starts.dtype:
+        if not (len(ours) == len(given) and all(map(_is_same, ours, given))):
+            others.append("other data")
+        if self.potential.bnn._like.dtype != self.run.starts.dtype:
+            others.append("another dtype")
+        if others:
             raise ValueError(
-                "resume=True goes on with the data and the dtype of the run that was stopped, and "
-                "these are others: leave resume out for a new one"
+                f"resume=True goes on with the run that was stopped, and takes no "
+                f"{', '.join(others)}: leave resume out for a new one"
             )
 
     def _check_file(self) -> None:
@@ -353,20 +354,12 @@ def check_continuous(
     kernel: str, likelihood: Likelihood, priors: SitePriors, values: Mapping[str, Tensor]
 ) -> None:
     """Raise a ValueError for sites that are discrete, or in half precision."""
-    for name, latent in likelihood.latent_priors().items():
-        if is_discrete(latent.support):
-            raise ValueError(
-                f"{kernel} samples no discrete variables, which the likelihood's {name!r} is; take "
-                "a continuous prior"
-            )
-    for name, prior in priors.priors():
+    for name, prior in (*likelihood.latent_priors().items(), *priors.priors()):
         if is_discrete(getattr(prior, "support", None)):
             raise ValueError(
-                f"{kernel} samples no discrete weights, which {name!r} has; use "
+                f"{kernel} samples no discrete variables, which {name!r} has; use "
                 "tyxe.VariationalBNN with tyxe.guides.AutoBernoulli, or a continuous prior"
             )
-        dtype = values[priors.prefix + name].dtype
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"{kernel} needs float32 or float64, and {name!r} is in {dtype}; use net.float()"
-            )
+    for name, _ in priors.priors():
+        known, hint = (torch.float32, torch.float64), f" for {kernel}: use net.float()"
+        check.choice(f"the dtype of {name!r}", values[priors.prefix + name].dtype, known, hint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -99,11 +99,7 @@ def draw_terms(
     pairs = {name: (site, model_trace.nodes.get(name)) for name, site in latents}
     kl = sum_of_kls(pairs, closed_form_kl)
     for name, _ in _samples(model_trace, observed=False):
-        if name not in guide_trace.nodes:
-            raise ValueError(
-                f"the guide does not sample {name!r}; it samples "
-                f"{', '.join(n for n, _ in latents) or 'nothing'}"
-            )
+        check_samples(name, pairs)
     values = {name: site["value"] for name, site in latents}
     check_gradients(values)
     return ElboTerms(data, torch.as_tensor(kl), count, values)
@@ -219,6 +215,15 @@ def data_term(trace: Trace) -> tuple[Tensor, int | Tensor]:
         rows = site["mask"].sum() if isinstance(site["mask"], Tensor) else rows
         count = count + site["infer"].get("points", rows)
     return torch.as_tensor(total), count
+
+
+def check_samples(name: str, found: Iterable[str]) -> None:
+    """Raise a ValueError if a site is not among those that the guide samples."""
+    names = list(found)
+    if name not in names:
+        raise ValueError(
+            f"the guide does not sample {name!r}; it samples {', '.join(names) or 'nothing'}"
+        )
 
 
 def check_gradients(values: Mapping[str, Tensor]) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from tyxe import check
 from tyxe.bnn.batches import copied, is_loader
 from tyxe.bnn.checkpoint import Saved
+from tyxe.bnn.checks import not_vectorized
 from tyxe.bnn.members import check_apart, fit_in_turn, fit_shares, fit_together
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.replay import DrawsOfEach, ReplayedDraws, map_batches
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated
-from tyxe.check import described
 from tyxe.data import Unpack, UnpackedList, concatenated
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
@@ -79,11 +79,11 @@ class EnsembleBNN(Derived, Saved, nn.Module):
     ) -> None:
         super().__init__()
         num_members = check.count("num_members", num_members)
-        if isinstance(make_member, nn.Module) or not callable(make_member):
-            raise TypeError(
-                f"make_member is {described(make_member)}; expected a function from the member's "
-                "index to a new BNN, lambda index: tyxe.VariationalBNN(...)"
-            )
+        expected = (
+            "a function from the member's index to a new BNN, "
+            "lambda index: tyxe.VariationalBNN(...)"
+        )
+        check.function("make_member", make_member, expected)
         members = [make_member(index) for index in range(num_members)]
         expected = "a BNN that predicts, such as tyxe.VariationalBNN(net, prior, likelihood)"
         for member in members:
@@ -159,10 +159,11 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         check.one_of("member_callback", member_callback, Callable | None, "a function, or None")
         check.flags(resume=resume, vectorize=vectorize)
         check_group(process_group)
-        if resume and not self._left:
-            raise RuntimeError(
+        if resume:
+            check.known(
+                self._left or None,
                 "there is no fit to resume: load what save(path, training=True) has written while "
-                "it ran, or leave resume=True out"
+                "it ran, or leave resume=True out",
             )
         before = self._left
         if not resume:
@@ -171,7 +172,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         given = data_loader, *arguments
         try:
             if vectorize and process_group is not None:
-                raise TypeError("vectorize=True fits in one process: leave one of them out")
+                not_vectorized("fits in one process, and not in those of process_group")
             if vectorize:
                 return fit_together(self, *given, **options)
             if process_group is not None:
@@ -440,9 +441,7 @@ def _checked_weights(weights: Any, count: int) -> Tensor | None:
     if weights is None:
         return None
     found = check.tensor("weights", weights, dtype=torch.float32)
-    if found.shape != (count,) or not bool((found >= 0).all()) or not 0 < found.sum() < torch.inf:
-        raise ValueError(
-            f"weights are {found.tolist()}; expected {count} numbers, not negative and not all 0"
-        )
-    total = float(found.sum())
+    check.shape("weights", found, (count,))
+    check.numbers("weights", found, "numbers of 0 or more", least=0)
+    total = check.number("the sum of weights", found.sum(), above=0)
     return found if abs(total - 1) < 1e-6 else found / total  # those of a file stay as they are

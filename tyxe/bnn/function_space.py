@@ -49,11 +49,9 @@ class GPOnSubset(nn.Module):
         targets, rows = likelihood.counted(targets)
         inputs = inputs if rows is None else take_rows(inputs, rows)
         total = len(targets)
-        self.num_points = total if num_points is None else check.count("num_points", num_points, 0)
-        if not 1 <= self.num_points <= total:
-            raise ValueError(
-                f"num_points is {num_points}; expected 1 to {total}, the points that count"
-            )
+        num_points = total if num_points is None else num_points
+        hint = ", the points that count"
+        self.num_points = check.count("num_points", num_points, hint=hint, most=total)
         check.number("factor", factor, above=0)
         if self.num_points < total:
             chosen = torch.randperm(total, device="cpu")[: self.num_points]
@@ -197,10 +195,9 @@ def linear_model(
             raise TypeError("refine takes no censored targets: predict with 'glm' or 'bnn'")
         observed = bnn.likelihood.observed(labels)
         counts = observed.counts_within()
-        if counts is not None and not bool((counts == 1).all()):
-            raise ValueError(
-                "refine counts each point once: leave out weights, and points that do not count"
-            )
+        if counts is not None:
+            expected = "1 for refine: leave out weights, and points that do not count"
+            check.numbers("how often a point counts", counts, expected, least=1, most=1)
         points += linear.points
         each = linear.outputs[0].numel() * linear.blocks.size
         check.memory(

@@ -29,13 +29,14 @@ from tyxe.laplace.gaussian_prior import PriorPrecision, with_precision
 from tyxe.laplace.state import warn_of_rounding, with_noise
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import NotPositiveDefiniteError
+from tyxe.linalg.checks import check_finite
 from tyxe.linalg.lanczos import logdet_by_quadrature
 from tyxe.priors import DictPrior, Prior
 from tyxe.priors.single_weights import diagonal_posterior
 from tyxe.processes import all_or_none, check_group, shared
 from tyxe.rng import RandomStream, fresh_seed
 from tyxe.threads import as_before, exclusive
-from tyxe.util import outside_inference
+from tyxe.util import on_error, outside_inference
 
 
 class LaplaceBNN(LaplacePosterior, TrainedBNN):
@@ -144,13 +145,14 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
                 self.net_guide.state = None
 
         before, self.net_guide.state = self.net_guide.state, None
-        try:
-            given = batches, optim, num_epochs, callback, device, progress
-            history = self._train(*given, options, after_epoch)
-        except BaseException:
+
+        def keep_curvature() -> None:
             if before is not None and torch.equal(self._mode(before.curvature), before.loc):
                 self.net_guide.state = before  # no step was made
-            raise
+
+        given = batches, optim, num_epochs, callback, device, progress
+        with on_error(keep_curvature):
+            history = self._train(*given, options, after_epoch)
         try:
             self._take_curvature(batches, device, progress)
         except ValueError as error:
@@ -200,10 +202,8 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         progress: bool | None = False,
         process_group: Any = None,
     ) -> Curvature:
-        weights = self.net_guide.values().items()
-        bad = [name for name, value in weights if not bool(value.isfinite().all())]
-        if bad:
-            raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no mode")
+        for name, value in self.net_guide.values().items():
+            check_finite(value, name)
         device = device_for(self, device)
 
         def batches(progress: bool | None = False) -> Iterable[Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tyxe import check
 from tyxe.bnn.batches import batches_of, copied, device_for, is_loader, on_device
+from tyxe.bnn.checks import check_exposes
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.outputs import Values
 from tyxe.bnn.predict import SupervisedBNN
@@ -62,16 +63,12 @@ class LaplacePosterior(SupervisedBNN):
         check.choice("curvature", curvature, KINDS if structure == "lowrank" else CURVATURES)
         options = LaplaceOptions() if options is None else options
         _check_settings(temperature, options, structure)
-        if not len(self.net_prior):
-            raise ValueError(
-                "the prior exposes no parameters, so there is nothing to approximate: hide less, "
-                "such as by expose_modules=[net.last_layer] without expose_all=False"
-            )
         if likelihood.latent_priors():
             raise ValueError(
                 "the Laplace approximation takes a likelihood without variables of its own: pass "
                 "the noise as a number, and choose it by log_marginal_likelihood(noise=...)"
             )
+        check_exposes(self, "approximate: hide less, such as by expose_modules=[net.last_layer]")
         self._curvature = curvature
         self._temperature, self._options = temperature, options
         gaussian = self._gaussian_prior(self.net_prior)
@@ -99,12 +96,11 @@ class LaplacePosterior(SupervisedBNN):
             RuntimeError: there is no curvature yet; all methods that need one raise this as well.
         """
         _take_loaded(self, None)  # where the guide's own state dict was loaded
-        if self.net_guide.state is None:
-            raise RuntimeError(
-                "there is no curvature yet: call fit(data_loader, optim, num_epochs), or for a "
-                "net that is trained fit_curvature(data_loader)"
-            )
-        return self.net_guide.state
+        return check.known(
+            self.net_guide.state,
+            "there is no curvature yet: call fit(data_loader, optim, num_epochs), or for a net "
+            "that is trained fit_curvature(data_loader)",
+        )
 
     @property
     def temperature(self) -> float:
@@ -231,11 +227,8 @@ class LaplacePosterior(SupervisedBNN):
         return linear.result(linear.outputs), linear.result(covariance)
 
     def _gp(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        if self._gp_on_subset is None:
-            raise RuntimeError(
-                "predictive='gp' needs some of the data: call fit_gp(loader, num_points) first"
-            )
-        return self._gp_on_subset.outputs(self, self.state, inputs)
+        hint = "predictive='gp' needs some of the data: call fit_gp(loader, num_points) first"
+        return check.known(self._gp_on_subset, hint).outputs(self, self.state, inputs)
 
     def _linearized_as_fitted(self, inputs: Inputs) -> Linearization:
         """Linearise the net on a batch, and check that its blocks are those of the curvature."""

@@ -27,7 +27,7 @@ from tyxe.bnn.chains import (
     check_continuous,
     make_run,
 )
-from tyxe.bnn.checks import check_is_finite, check_one_batch
+from tyxe.bnn.checks import check_exposes, check_is_finite, check_one_batch
 from tyxe.bnn.potential import BatchPotential, Potential, points_of
 from tyxe.bnn.runtime import fitting, prior_fixed
 from tyxe.bnn.sample_posterior import SamplePosterior
@@ -96,8 +96,7 @@ class MCMC_BNN(SamplePosterior):
             pyro = "or a class or functools.partial of one of pyro.infer.mcmc"
             expected = f"a kernel such as tyxe.samplers.NUTS(), {pyro}"
             check.one_of("kernel_builder", kernel_builder, Kernel, expected)
-        if not len(self.net_prior) and not likelihood.latent_priors():
-            raise ValueError("the prior exposes no parameters, so there is nothing to sample")
+        check_exposes(self, "sample")
         kind, _ = unwrapped(kernel_builder)
         of_class = kind if isinstance(kind, type) else type(kind)
         if isinstance(kind, type) and issubclass(kind, nn.Module):
@@ -111,7 +110,7 @@ class MCMC_BNN(SamplePosterior):
         self.kernel: Kernel | None = None
         if issubclass(of_class, Kernel):
             given: Any = kernel_builder
-            self.kernel = _built(given, of_class) if isinstance(kind, type) else given
+            self.kernel = given() if isinstance(kind, type) else given
         if issubclass(of_class, Kernel | HMC):
             check_continuous(of_class.__name__, likelihood, self.net_prior, self._in_places())
         self.kernel_builder = kernel_builder
@@ -248,17 +247,15 @@ class MCMC_BNN(SamplePosterior):
 
     def _to_resume(self, data: Any, length: tuple[Any, ...], options: dict[str, Any]) -> MCMCRun:
         """Return the run that was stopped, if it is what is asked for."""
-        if self._chains is None:
-            raise RuntimeError(
-                "there is no run to resume: call fit without resume=True, or with init=bnn to "
-                "start at the samples of this BNN"
-            )
+        chains = check.known(
+            self._chains,
+            "there is no run to resume: call fit without resume=True, or with init=bnn to start at "
+            "the samples of this BNN",
+        )
         new = [name for name in options if name not in ("resume", "thinning")]
-        if new:
-            raise ValueError(f"resume=True goes on with a run, and takes no {', '.join(new)}")
         asked = dict(zip(("num_samples", "num_warmup", "num_chains"), length, strict=True))
-        self._chains.check_same(data, {**asked, "thinning": options.get("thinning")})
-        return self._chains
+        chains.check_same(data, {**asked, "thinning": options.get("thinning")}, new)
+        return chains
 
     def _new_run(
         self,
@@ -370,13 +367,3 @@ class MCMC_BNN(SamplePosterior):
         hidden = ", ".join(n for n, p in self.net.named_parameters() if p.requires_grad)
         if hidden:
             warn(f"MCMC does not fit {hidden}, which the prior hides; they stay as they were")
-
-
-def _built(builder: Any, kind: type[Any]) -> Kernel:
-    """Return the kernel that a class or a partial of it makes; a TypeError names the options."""
-    try:
-        kernel: Kernel = builder()
-    except TypeError as error:
-        known = ", ".join(each.name for each in dataclasses.fields(kind))
-        raise TypeError(f"{error}; the options of {kind.__name__} are {known}") from None
-    return kernel

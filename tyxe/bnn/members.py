@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tyxe import check
+from tyxe.bnn.checks import not_vectorized
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting, prior_fixed
@@ -21,6 +22,7 @@ from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.processes import all_or_none, shared
 from tyxe.rng import RandomStream
+from tyxe.util import on_error
 
 
 def fit_in_turn(ensemble: Any, member_callback: Any, *arguments: Any, **options: Any) -> list[Any]:
@@ -29,17 +31,18 @@ def fit_in_turn(ensemble: Any, member_callback: Any, *arguments: Any, **options:
     for index, seed in list(ensemble._left.items()):
         member: Any = ensemble.members[index]
         before, stage = copy.deepcopy(member.state_dict()), member._stage
-        try:
-            with RandomStream(seed), bars_named(f"member {index + 1}/{len(ensemble.members)}"):
-                found.append(member.fit(*arguments, **options))
-        except BaseException:
-            member.load_state_dict(before, strict=False)  # also to no samples
-            member._stage = stage
-            raise
+        named = bars_named(f"member {index + 1}/{len(ensemble.members)}")
+        with on_error(_restore, member, before, stage), RandomStream(seed), named:
+            found.append(member.fit(*arguments, **options))
         del ensemble._left[index]
         if member_callback is not None:
             member_callback(ensemble, index)
     return found
+
+
+def _restore(member: Any, state: Mapping[str, Any], stage: str) -> None:
+    member.load_state_dict(state, strict=False)  # also to no samples
+    member._stage = stage
 
 
 def fit_shares(ensemble: Any, group: Any, *arguments: Any, **options: Any) -> list[Any]:
@@ -75,10 +78,7 @@ def fit_together(
     with ExitStack() as stack, check.memory_remedy("all members at once", remedy):
         for member in members:
             if getattr(type(member), "fit", None) is not VariationalBNN.fit:
-                raise TypeError(
-                    f"vectorize=True trains VariationalBNNs, and not a {type(member).__name__}:"
-                    " leave vectorize out"
-                )
+                not_vectorized(f"trains VariationalBNNs, and not a {type(member).__name__}")
             stack.enter_context(fitting(member, train=True))
             stack.enter_context(prior_fixed(member))
         found = fit_stacked(members, seeds, data_loader, optim, num_epochs, **options)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tyxe import check, data
 from tyxe.bnn.base import BNN
-from tyxe.bnn.batches import batches_to_predict, device_for, is_loader, on_device
+from tyxe.bnn.batches import batches_to_predict, check_iterable, device_for, is_loader, on_device
+from tyxe.bnn.checks import not_vectorized
 from tyxe.bnn.passes import NetOnBatch, stacked, unstacked
 from tyxe.bnn.reading import look_at_sites
 from tyxe.bnn.replay import ReplayedDraws
@@ -25,6 +26,7 @@ from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
 from tyxe.poutine.draw import Draw, draws_are_lazy
+from tyxe.predictive.closed_form import no_closed_form
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, check_unbounded
 from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, put_statistics
 from tyxe.predictive.one_pass import DRAWS_AT_ONCE, MOST_DRAWN
@@ -165,10 +167,10 @@ class PosteriorBNN(BNN):
         net = NetOnBatch(self, inputs, keeps=num_predictions > 1 and not self._averages_norms)
         if vectorize and self._slots:
             if is_alone:
-                raise ValueError(
-                    "vectorize=True needs drawn weights and the same statistics of norms, but a "
-                    "handler such as local_reparameterization samples inside the net, or "
-                    "update_norm_statistics has been called: leave vectorize out"
+                not_vectorized(
+                    "needs drawn weights and the same statistics of norms, but a handler such as "
+                    "local_reparameterization samples inside the net, or update_norm_statistics "
+                    "has been called"
                 )
             return self._at_stacks(partial(self._under_vmap, net), num_predictions, again)
         several = vectorize is None and num_predictions > 1 and self._slots and not is_alone
@@ -270,10 +272,10 @@ class PosteriorBNN(BNN):
         except RuntimeError as error:
             # For a net that fails without vmap as well, its own error says more.
             net(next(unstacked(together)))
-            raise ValueError(
-                "vectorize=True needs a net that runs under torch.vmap, but "
-                f"{type(self.net).__name__} does not: {error}; leave vectorize out"
-            ) from error
+            name = type(self.net).__name__
+            not_vectorized(
+                f"needs a net that runs under torch.vmap, but {name} does not: {error}", error
+            )
 
     # ------------------------------------------------------------------ the linearised net
 
@@ -316,17 +318,13 @@ class PosteriorBNN(BNN):
         if callable(chosen):
             return chosen
         known = self._gaussian_predictives()
-        expected = " or ".join(map(repr, ("bnn", *known)))
         if chosen == "glm" and not known:
             raise TypeError(
                 f"{type(self).__name__} has no Gaussian posterior to linearise about: predict with "
                 "predictive='bnn', or use tyxe.LaplaceBNN or a Normal guide"
             )
-        if not isinstance(chosen, str) or chosen not in known:
-            raise ValueError(
-                f"predictive is {described(chosen)}; expected {expected}, or a function from "
-                "inputs to mean and covariance"
-            )
+        hint = ", or a function from inputs to mean and covariance"
+        check.choice("predictive", chosen, ("bnn", *known), hint)
         # A prediction at the centre needs no covariance.
         return known[chosen] if count else None
 
@@ -341,10 +339,7 @@ class PosteriorBNN(BNN):
 
     def _layer_precision(self, block: LinearBlock) -> Operator:
         """Return the precision of a posterior that is a Gaussian over one layer alone."""
-        raise TypeError(
-            f"the posterior of a {type(self).__name__} has no closed form: leave closed_form out, "
-            "for draws"
-        )
+        no_closed_form(f"the posterior of a {type(self).__name__} has no closed form")
 
     def _link_options(self, gaussian: Outputs | None, link: str, count: int) -> LinkOptions:
         """Return the options of predictions by Gaussian outputs, if these are such."""
@@ -387,9 +382,7 @@ class PosteriorBNN(BNN):
         self._runtime.norms = None
         if data_loader is None or not norms:
             return
-        if not is_loader(data_loader):
-            what = described(data_loader)
-            raise TypeError(f"data_loader is {what}; expected a loader, or a list of batches")
+        check_iterable(data_loader)
         data_loader = self._unpacked(data_loader, None)
         put_statistics(self._norm_statistics(self._mean_values(), (data_loader, norms)))
         if self._slots:  # without sites all draws are at the centre

@@ -16,6 +16,7 @@ from torch import Size, Tensor
 from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
+from tyxe import check
 from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.checks import check_is_finite, check_one_batch, warn_of_size
 from tyxe.bnn.elbo import MeanWeight
@@ -35,10 +36,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 def points_of(bnn: SupervisedBNN, targets: Any) -> float:
     """Return the number of points that count, or raise a ValueError if there is none."""
-    points = float(bnn.likelihood.count(targets))
-    if not points:
-        raise ValueError("no point of the data counts: look for NaN in targets, and at masks")
-    return points
+    return check.points(float(bnn.likelihood.count(targets)))
 
 
 class Potential:

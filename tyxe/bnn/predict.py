@@ -17,7 +17,7 @@ from tyxe.bnn.scoring import Derived, check_evaluation, evaluated, rows_of
 from tyxe.data import Unpack, pick
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
-from tyxe.predictive.closed_form import ClosedForm
+from tyxe.predictive.closed_form import ClosedForm, no_closed_form
 from tyxe.predictive.distributions import distribution_at_draws, gaussian_distribution
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.evaluation import Scores, gaussian_scores, mixture_scores
@@ -121,10 +121,9 @@ class SupervisedBNN(Derived, PosteriorBNN):
         sites = {attribute: site for site, ((_, attribute), *_) in self._slots.items()}
         layer = next(iter(layers), None)
         if len(layers) != 1 or not isinstance(layer, nn.Linear) or len(self.net_prior.elements):
-            raise TypeError(
+            no_closed_form(
                 f"the posterior is over {len(self._slots)} parameters of {len(layers)} modules; "
-                "closed forms are for one over the last linear layer: expose that alone, or leave "
-                "closed_form out, for draws"
+                "closed forms are for one over the last linear layer: expose that alone"
             )
         block = LinearBlock(sites.get("weight"), sites.get("bias"), layer.weight.shape)
         with torch.no_grad():

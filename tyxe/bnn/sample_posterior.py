@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from tyxe import check
 from tyxe.bnn.base import DEFAULT_DRAWS
 from tyxe.bnn.chains import MCMCRun, SampleFile, Samples
 from tyxe.bnn.outputs import Values
@@ -35,12 +37,12 @@ class SamplePosterior(SupervisedBNN):
         Raises:
             RuntimeError: there are no samples yet; all methods that need them raise this as well.
         """
-        if not len(self.samples):
-            raise RuntimeError(
-                "there are no samples yet; call fit(data_loader, num_samples), or load a state "
-                "dict that has some"
-            )
-        return {name: value.flatten(0, 1) for name, value in self.samples.items()}
+        hint = (
+            "there are no samples yet; call fit(data_loader, num_samples), or load a state dict "
+            "that has some"
+        )
+        samples = check.known(self.samples if len(self.samples) else None, hint)
+        return {name: value.flatten(0, 1) for name, value in samples.items()}
 
     def _draws(self, num_predictions: int) -> Iterator[Values]:
         """Return samples that are spread evenly over all chains."""
@@ -86,13 +88,11 @@ class SamplePosterior(SupervisedBNN):
             RuntimeError: the state dict, or its samples, do not fit this BNN; NaN in it.
         """
         with exclusive():
-            samples, file, chains = dict(self.samples.items()), self.samples.file, self._chains
-            try:
+            with ExitStack() as undone:
+                undone.callback(setattr, self, "_chains", self._chains)
+                undone.callback(self.samples.replace, dict(self.samples.items()), self.samples.file)
                 found = super().load_state_dict(state_dict, strict, assign)
-            except RuntimeError:
-                self.samples.replace(samples, file)
-                self._chains = chains
-                raise
+                undone.pop_all()
             if not any(name.startswith("samples.") for name in state_dict):
                 self.samples.replace({})
             return found
@@ -142,10 +142,8 @@ class SamplePosterior(SupervisedBNN):
         Raises:
             ImportError: ArviZ is not installed.
         """
-        try:
-            import arviz
-        except ImportError:
-            raise ImportError('to_arviz needs ArviZ: pip install -e ".[mcmc]"') from None
+        import arviz  # of the extra `mcmc`
+
         self.get_samples()
         if inputs is None:
             posterior = {name: value.cpu().numpy() for name, value in self.samples.items()}

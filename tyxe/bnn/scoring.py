@@ -18,7 +18,8 @@ from tyxe import check
 from tyxe.bnn.batches import check_has_targets, is_loader
 from tyxe.bnn.replay import ReplayedDraws, map_batches
 from tyxe.data import Targets, Unpack, concatenate_targets
-from tyxe.likelihoods import Bernoulli, HeteroskedasticGaussian, Joint, Likelihood, Ordinal
+from tyxe.likelihoods import Bernoulli, HeteroskedasticGaussian, Likelihood, Ordinal
+from tyxe.likelihoods.joint import check_is_one
 from tyxe.likelihoods.reductions import reduce_points
 from tyxe.predictive.scores import LOGITS, SCORES
 from tyxe.processes import all_or_none, check_group, total
@@ -196,11 +197,11 @@ class Derived:
             True
         """
         level = check.number("level", level, above=0, below=1)
-        if isinstance(self.likelihood, Joint):
-            raise TypeError(
-                "the BNN has several outputs: take quantiles of the samples of each with numbers, "
-                "such as sample_predictive(x)[name].quantile(0.05, 0)"
-            )
+        instead = (
+            "take quantiles of the samples of each with numbers, such as "
+            "sample_predictive(x)[name].quantile(0.05, 0)"
+        )
+        check_is_one(self.likelihood, instead)
         if not self.likelihood.has_order:
             raise TypeError(
                 f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
@@ -243,11 +244,11 @@ class Derived:
             torch.Size([])
         """
         check.choice("score", score, SCORES)
-        if isinstance(self.likelihood, Joint):
-            raise TypeError(
-                "the BNN has several outputs: score the draws of each, which predict(..., "
-                "aggregate=False) returns by name, by a function of tyxe.predictive.scores"
-            )
+        instead = (
+            "score the draws of each, which predict(..., aggregate=False) returns by name, by a "
+            "function of tyxe.predictive.scores"
+        )
+        check_is_one(self.likelihood, instead)
         draws = self.predict(inputs, **{**options, "aggregate": False})
         records = bool(options.get("enable_grad"))
         each = [likelihood.with_gradients(records) for likelihood in self._likelihoods]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe.bnn.batches import OwnBatches, device_for
 from tyxe.bnn.checkpoint import History
-from tyxe.bnn.checks import check_num_epochs, check_one_batch, warn_of_size
+from tyxe.bnn.checks import check_num_epochs, check_one_batch, not_vectorized, warn_of_size
 from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
 from tyxe.bnn.elbo import MeanWeight, Objective
 from tyxe.bnn.trained import held_out_sums
@@ -25,7 +25,7 @@ from tyxe.program import Program
 from tyxe.rng import torch_rng_kept
 from tyxe.stacked_training import EarlyStopping, train_stacked
 from tyxe.threads import exclusive, unvalidated
-from tyxe.util import kind_of_batch
+from tyxe.util import kind_of_batch, on_error
 
 Batch = tuple[Any, Any]
 
@@ -49,7 +49,7 @@ def fit_stacked(
     """Train BNNs in stacked tensors, each on the batches that it would meet alone from its seed."""
     num_epochs = check_num_epochs(optim, num_epochs)
     if pyro_clipping(optim) is not None:
-        raise TypeError("vectorize=True takes no clip arguments of Pyro's: pass clip_norm")
+        not_vectorized("takes no clip arguments of Pyro's, but clip_norm")
     first = members[0]
     options = FitOptions(beta, clip_norm, validation=validation, patience=patience)
     if isinstance(data_loader, Iterator):
@@ -65,9 +65,8 @@ def fit_stacked(
     stacked = StackedObjectives(members, one)
     optimizer = make_optimizer(optim, stacked.parameters, first._parameter_kinds())
     if isinstance(optimizer, ParticleOptimizer):
-        raise TypeError(
-            f"vectorize=True takes optimisers of gradients, and {type(optimizer).__name__} "
-            "takes its own: leave vectorize out"
+        not_vectorized(
+            f"takes optimisers of gradients, and {type(optimizer).__name__} takes its own"
         )
     histories, sums = [History() for _ in members], _Sums(first.likelihood, len(members))
     stopping = None
@@ -98,7 +97,8 @@ def fit_stacked(
         refuse=lambda bad, rows: _refuse(members, bad, rows),
         stopping=stopping,
     )
-    try:
+    # Held-out data were scored by the members themselves.
+    with on_error(stacked.hand_over, stacked.starts):
         for epoch, _ in enumerate(steps):
             if not epoch:
                 warn_of_size(float(sums.points[0]), first.likelihood.dataset_size)
@@ -110,9 +110,6 @@ def fit_stacked(
                 for values in vars(history).values():
                     del values[own:]
         stacked.hand_over(stacked.tensors)
-    except BaseException:
-        stacked.hand_over(stacked.starts)  # held-out data were scored by the members themselves
-        raise
     for member, history in zip(members, histories, strict=True):
         member._end_epoch(len(history.loss) - 1)
     return histories
@@ -173,10 +170,9 @@ class StackedObjectives:
             if _kinds_of(state) != _kinds_of(first) or not torch.equal(
                 _loss_at(function, state, batch), _loss_at(self._function, state, batch)
             ):
-                raise ValueError(
-                    "vectorize=True takes members that differ in values of their tensors alone, "
-                    f"and the net, prior or likelihood of member {index} is another than that of "
-                    "member 0: leave vectorize out"
+                not_vectorized(
+                    "takes members that differ in values of their tensors alone, and the net, "
+                    f"prior or likelihood of member {index} is another than that of member 0"
                 )
         stacked = {n: torch.stack([s[n].detach() for s in self._states]) for n in first}
         trained = {name: t for name, t in first.items() if t.requires_grad}
@@ -197,9 +193,9 @@ class StackedObjectives:
         batches = alike_batches(batches)
         shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(each)] for each in batches]
         if None in shapes[0] or any(row != shapes[0] for row in shapes):
-            raise ValueError(
-                "vectorize=True takes batches of tensors alone, of the same shapes for all "
-                f"members, and has {shapes}: leave vectorize out"
+            not_vectorized(
+                "takes batches of tensors alone, of the same shapes for all members, and has "
+                f"{shapes}"
             )
         batch = tree_map(lambda *parts: torch.stack(parts), *batches)
         values = {name: p.detach() for name, p in self.parameters.items()}
@@ -232,10 +228,9 @@ class StackedObjectives:
                 # What the net refuses as well is an error of its own.
                 _loss_at(self._function, self._states[0], batch)
                 reason = str(refused).strip().split("\n")[0]
-                raise ValueError(
-                    f"vectorize=True needs nets that torch.vmap takes, and not so this: {reason}; "
-                    "leave vectorize out"
-                ) from refused
+                not_vectorized(
+                    f"needs nets that torch.vmap takes, and not so this: {reason}", refused
+                )
 
     def scores(self, loader: Any, device: Any, histories: Sequence[History]) -> Tensor:
         """Return the log-likelihood of held-out data of each BNN, and add it to its history."""

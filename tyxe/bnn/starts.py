@@ -14,7 +14,6 @@ from tyxe.bnn.potential import Potential, can_move, exclusive_unvalidated
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.standin import detached_copies
 from tyxe.bnn.training import progress_bar
-from tyxe.check import described
 from tyxe.rng import fresh_seed
 from tyxe.samplers.potential import in_turn
 from tyxe.samplers.warm_start import WarmStart
@@ -33,12 +32,11 @@ def starts_of(
         return _trained(potential, init, count, targets, progress)
     if isinstance(init, SupervisedBNN):
         return _stacked(potential, init._draws(count))
-    if not isinstance(init, str) or init not in ("net", "prior"):
-        raise TypeError(
-            f'init is {described(init)}; expected "prior", "net", a fitted BNN, '
-            "tyxe.samplers.warm_start(...), or a mapping of joint names to values (chains, ...)"
-        )
-    if init == "net":
+    hint = (
+        ", a fitted BNN, tyxe.samplers.warm_start(...), or a mapping of joint names to values "
+        "(chains, ...)"
+    )
+    if check.choice("init", init, ("prior", "net"), hint) == "net":
         return _stacked(potential, (_from_net(potential.bnn) for _ in range(count)))
     return _stacked(potential, (_from_prior(potential) for _ in range(count)))
 

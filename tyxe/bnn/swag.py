@@ -148,12 +148,11 @@ class SWAG_BNN(VariationalBNN):
         first = math.ceil(start * (done + num_epochs) - 1e-9)
         due = range(first + every, done + num_epochs + 1, every)
         there, new = 0 if guide.ended else int(guide.count), sum(epoch > done for epoch in due)
-        if there + new < guide.rank:
-            raise ValueError(
-                f"{num_epochs} epochs with start={start} and every={every} make {new} snapshots, "
-                f"and there are {there}, which is fewer than rank={guide.rank}: take a lower rank, "
-                "more epochs or an earlier start"
-            )
+        hint = (
+            f", since that is the rank: {num_epochs} epochs with start={start} and every={every} "
+            f"make {new}, so take a lower rank, more epochs or an earlier start"
+        )
+        check.count("the number of snapshots", there + new, guide.rank, hint)
         self._due, guide.moves = due, True
         try:
             history = super().fit(data_loader, optim, num_epochs, callback, *arguments, **options)

@@ -30,9 +30,10 @@ from tyxe.optim.groups import make_optimizer, make_scheduler, pyro_clipping, sch
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.norms import norms_of
 from tyxe.processes import Parallel, Processes, checksum, shuffle_anew
+from tyxe.program import copy_into
 from tyxe.rng import by_generators, current_stream
 from tyxe.threads import exclusive, unvalidated
-from tyxe.util import Inputs
+from tyxe.util import Inputs, on_error
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,8 @@ class FitOptions:
             raise ValueError("patience is for the log-likelihood of held-out data: pass validation")
         if self.compile and self.parallel is not None:
             raise ValueError("compile=True takes one process: leave it out, or parallel")
-        if self.autocast not in (None, torch.bfloat16):
-            raise ValueError(
-                f"autocast is {self.autocast!r}; expected torch.bfloat16 (float16 needs losses "
-                "that are scaled up, as in a loop of your own)"
-            )
+        hint = " (float16 needs losses that are scaled up, as in a loop of your own)"
+        check.choice("autocast", self.autocast, (None, torch.bfloat16), hint)
 
     def in_precision(self, device: torch.device) -> AbstractContextManager[Any]:
         """Let linear maps on a device compute in the precision of `autocast`."""
@@ -210,7 +208,7 @@ class Trainer:
         before = self._snapshot() if self.options.nan_check == "epoch" else None
         batches = self.processes.equal_batches(batches_of(loader, device))
         remedy = "take smaller batches, of which accumulate_steps makes one step"
-        with self._epoch_kept(before), check.memory_remedy("a step", remedy):
+        with on_error(self._go_back, before), check.memory_remedy("a step", remedy):
             data, kl, points = self._run_steps(batches, epoch, beta, callback)
         sums = self.processes.total([float(data), float(kl), float(points)])
         if before is not None:
@@ -385,16 +383,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer.load_state_dict(before[1])
 
-    @contextmanager
-    def _epoch_kept(self, before: Snapshot | None) -> Iterator[None]:
-        """After an exception go back to an epoch's start if a parameter is not finite by now."""
-        try:
-            yield
-        except BaseException:
-            if before is not None and not self._is_finite():
-                self._restore(before)
-            self._check_place()  # which says more than an error of two devices
-            raise
+    def _go_back(self, before: Snapshot | None) -> None:
+        """Go back to an epoch's start if a parameter is not finite by now."""
+        if before is not None and not self._is_finite():
+            self._restore(before)
+        self._check_place()  # which says more than an error of two devices
 
     def _check_epoch(self, epoch: int, sums: list[float], before: Snapshot) -> None:
         """After an epoch that has met something not finite, go back to its start and raise."""
@@ -409,12 +402,8 @@ class Trainer:
     @contextmanager
     def _statistics_kept(self) -> Iterator[None]:
         """After an exception, restore the statistics of norms and drop the gradients."""
-        try:
-            with statistics_kept(self._statistics):
-                yield
-        except BaseException:
-            self.optimizer.zero_grad(set_to_none=True)
-            raise
+        with on_error(self.optimizer.zero_grad), statistics_kept(self._statistics):
+            yield
 
     def _shares(self, batches: list[tuple[Inputs, Any]]) -> tuple[list[float], float | None]:
         """Return the part of a step's points that each batch has, and the data term's weight.
@@ -464,12 +453,8 @@ def statistics_of(net: nn.Module) -> list[Tensor]:
 def statistics_kept(buffers: list[Tensor]) -> Iterator[None]:
     """After an exception, restore the statistics of norms, which a forward has changed."""
     before = [buffer.clone() for buffer in buffers]
-    try:
+    with on_error(copy_into, buffers, before):
         yield
-    except BaseException:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
-        raise
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from tyxe.bnn.batches import all_batches, device_for
 from tyxe.bnn.scoring import check_evaluation, predicted, reduced, weights_of
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
-from tyxe.likelihoods import Censored, HomoskedasticGaussian, Joint, Likelihood
+from tyxe.likelihoods import Censored, HomoskedasticGaussian, Likelihood
+from tyxe.likelihoods.joint import check_is_one
 from tyxe.metrics.checks import check_probs, check_real, check_regression, check_targets
 
 
@@ -96,8 +97,7 @@ class Calibrator(ABC):
                 f"bnn is {described(bnn)}; expected a BNN: for any other model call "
                 "fit(predictions, y), or wrap a VariationalBNN with a prior that hides all"
             )
-        if isinstance(bnn.likelihood, Joint):
-            raise TypeError("the BNN has several outputs: calibrate the predictions of each apart")
+        check_is_one(bnn.likelihood, "calibrate the predictions of each apart")
         if isinstance(bnn.likelihood, Censored):
             raise TypeError(
                 "the targets may be censored, so that nobody knows whether an interval holds them: "
@@ -133,10 +133,8 @@ class Calibrator(ABC):
         return found
 
     def _fitted(self, name: str) -> Any:
-        found = getattr(self, name)
-        if found is None:
-            raise RuntimeError(f"this {type(self).__name__} is not fitted: call fit, or load")
-        return found
+        hint = f"this {type(self).__name__} is not fitted: call fit, or load"
+        return check.known(getattr(self, name), hint)
 
 
 class Calibrated:
@@ -345,10 +343,7 @@ def _through(calibrator: Calibrator, predictions: Any, likelihood: Likelihood) -
 
 def check_logits(values: Any) -> Tensor:
     """Return logits or probabilities `(..., C)` as rows `(n, C)` in float64, or raise."""
-    if not isinstance(values, Tensor) or values.dim() < 2:
-        raise TypeError(
-            f"predictions are {described(values)}; expected a tensor (n, C), a row of classes each"
-        )
+    check.shape("predictions", values, ("n", ..., "C"), ", a row of classes each")
     return check_real("predictions", values).reshape(-1, values.shape[-1]).double()
 
 
@@ -379,11 +374,11 @@ def _targets(y: Any) -> Targets:
 
 def check_pair(values: Any) -> tuple[Tensor, Tensor]:
     """Return a pair of predictions `(n, ...)` in float64, or raise."""
-    if not isinstance(values, tuple | list) or len(values) != 2:
-        raise TypeError(
-            f"predictions are {described(values)}; expected a pair of tensors, such as mean and "
-            "standard deviation of numbers (classes have sets, and no intervals)"
-        )
+    expected = (
+        "a pair of tensors, such as mean and standard deviation of numbers (classes have sets, "
+        "and no intervals)"
+    )
+    check.one_of("predictions", values, tuple | list, expected)
     first, second = (torch.as_tensor(part) for part in values)
     first, *_ = check_regression(first, first)
     second = check_real("predictions[1]", second.expand_as(first))

@@ -102,10 +102,8 @@ class SplitConformal(Calibrator):
         place = int(torch.searchsorted(counts[order].cumsum(0), rank))
         if place >= len(scores):
             needed = math.ceil(self.level / (1 - self.level) - 1e-9)
-            raise ValueError(
-                f"a level of {self.level:g} needs {needed} held-out points or more, and there are "
-                f"{total:g}: take more, or a lower level"
-            )
+            hint = f" for a level of {self.level:g}: take more, or a lower level"
+            check.number("the number of held-out points", total, least=needed, hint=hint)
         self.score, self.threshold = kind, float(scores[place])
         return self
 

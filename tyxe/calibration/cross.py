@@ -66,14 +66,13 @@ class CVPlus:
         """Train without each of the folds, which are drawn by torch's generator; return itself."""
         n = len(y)
         needed = max(self.folds or 2, math.ceil(self.level / (1 - self.level) - 1e-9))
-        if n < needed:
-            raise ValueError(
-                f"y has {n} points; expected {needed} or more for level={self.level:g} and "
-                f"folds={self.folds}: take more points, fewer folds, or a lower level"
-            )
+        hint = (
+            f" for level={self.level:g} and folds={self.folds}: take more points, fewer folds, or "
+            "a lower level"
+        )
+        check.count("the number of points", n, needed, hint)
         check.shape("x", x, (n, *x.shape[1:]), ", a row for each target")
-        if bool(y.isnan().any()):
-            raise ValueError("y has missing numbers, which have no errors: fit(x[kept], y[kept])")
+        check.numbers("y", y, "numbers, none of which is missing: fit(x[kept], y[kept])")
         folds = self.folds or n
         fold_of = torch.randperm(n, device="cpu") % folds
         models, errors = [], torch.empty(y.shape, dtype=torch.float64, device=y.device)
@@ -89,9 +88,8 @@ class CVPlus:
     @check.arguments
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ends of intervals, `(m, ...)` each."""
-        if not self._models:
-            raise RuntimeError("this CVPlus is not fitted: call fit(x, y)")
-        pairs = [check_pair(_pair(model(x))) for model in self._models]
+        models = check.known(self._models or None, "this CVPlus is not fitted: call fit(x, y)")
+        pairs = [check_pair(_pair(model(x))) for model in models]
         mean, scale = (torch.stack(part)[self._fold_of] for part in zip(*pairs, strict=True))
         far = self._errors.to(scale.device).unsqueeze(1) * scale
         n = len(far)

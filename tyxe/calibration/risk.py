@@ -67,14 +67,14 @@ class RiskControl(Calibrator):
 
     def fit(self, predictions: Any, y: Tensor | Targets) -> RiskControl:
         logits, y, counts = check_classes(predictions, y)
-        if not bool((counts == 1).all()):
-            raise ValueError("the guarantee is for points that count once: leave weights out")
+        expected = "1, for which the guarantee is: leave weights out"
+        check.numbers("how often a point counts", counts, expected, least=1, most=1)
         needed = math.ceil(math.log(self.delta) / math.log1p(-self.risk))
-        if len(logits) < needed:
-            raise ValueError(
-                f"a risk of {self.risk:g} with delta={self.delta:g} needs {needed} held-out points "
-                f"or more, and there are {len(logits)}: take more, or a larger risk or delta"
-            )
+        hint = (
+            f" for a risk of {self.risk:g} with delta={self.delta:g}: take more, or a larger risk "
+            "or delta"
+        )
+        check.count("the number of held-out points", len(logits), needed, hint)
         odds, order = _log_odds(logits).sort(descending=True)
         errors = (logits.argmax(-1) != y)[order].cumsum(0).tolist()
         # The least odds are those of equal classes.

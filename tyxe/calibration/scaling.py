@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.calibration.base import Calibrator, check_classes, check_numbers, check_pair
 from tyxe.data import Targets
 from tyxe.likelihoods import Likelihood
@@ -111,10 +112,9 @@ class ScaleFactor(Calibrator):
     def fit(self, predictions: Any, y: Tensor | Targets) -> ScaleFactor:
         mean, scale, targets, counts = check_numbers(predictions, y)
         z = (targets - mean) / check_scale(scale, mean)
-        factor = float(average(z.square(), None, counts).sqrt())
-        if not factor:
-            raise ValueError("the predictions are the targets themselves: take held-out data")
-        self.factor = factor
+        factor = average(z.square(), None, counts).sqrt()
+        hint = ": the predictions are the targets themselves, so take held-out data"
+        self.factor = check.number("the factor", factor, above=0, hint=hint)
         return self
 
     def predict(self, predictions: Any) -> tuple[Tensor, Tensor]:

@@ -58,11 +58,9 @@ class Heads:
 
     def __init__(self, bnn: BNN, modules: Iterable[str]) -> None:
         self._bnn = check.one_of("bnn", bnn, BNN, "a BNN of tyxe")
-        if isinstance(modules, str):
-            raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
         expected = 'names or globs of parts of bnn.net, such as modules=["2"]'
-        check.one_of("modules", modules, Iterable, expected)
-        globs = [check.one_of("a part in modules", name, str, expected) for name in modules]
+        parts = check.listed("modules", modules)
+        globs = [check.one_of("a part in modules", name, str, expected) for name in parts]
         # Places and not tensors, because moving a BNN replaces its buffers.
         self._places = _places_of(bnn, globs)
         self._warn_of_norms()

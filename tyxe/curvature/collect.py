@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -172,9 +171,7 @@ def collect_curvature(
         for _, each in accumulator.totals():
             total(each, group)
     points, *others = numbers.tolist()
-    if not points:
-        raise ValueError("no point of the loader counts, so there is no curvature")
-    scale = likelihood.dataset_size / points
+    scale = likelihood.dataset_size / check.points(points)
     scaled = scale * torch.tensor(others, dtype=torch.float64, device="cpu")
     key = key_of(accumulator.totals(), scaled)
     operator = accumulator.operator(points).scaled(scale)
@@ -217,10 +214,9 @@ def _sums(
             if not (is_plain and _add_last(accumulator, linear, likelihood, targets)):
                 _add(accumulator, linear, likelihood, targets, curvature)
         numbers.append(numbers_of(likelihood, outputs, targets, accumulator.noises))
-    if accumulator is None:
-        raise ValueError("the loader yields no batch, so there is no curvature")
+    known = check.known(accumulator, "the loader yields no batch, so there is no curvature")
     # Not in the loop, where a GPU would wait for the host.
-    return accumulator, torch.stack([*map(read_numbers, numbers)]).sum(0)
+    return known, torch.stack([*map(read_numbers, numbers)]).sum(0)
 
 
 def _num_noises(likelihood: Likelihood, outputs: Tensor, size: int) -> int:
@@ -324,15 +320,9 @@ def key_of(totals: Iterable[tuple[str, Tensor]], numbers: Tensor) -> int:
         rows = tensor.sum(-1) if tensor.dim() > 1 else tensor  # in float64 matrices take long
         total = float(rows.sum(dtype=torch.float64))
         digest.update(struct.pack("d", total))
-        if not math.isfinite(total):
-            raise ValueError(
-                f"the curvature of {name!r} is not finite: look at the inputs and the fitted net, "
-                "or use float32 where it is in half precision"
-            )
-    if not bool(numbers.isfinite().all()):
-        raise ValueError(
-            "the log-likelihood or error of these data is not finite: look for NaN and infinity in "
-            "the inputs, and in weights"
-        )
+        look = "look at the inputs and the fitted net, or use float32 where it is in half precision"
+        check.number(f"the curvature of {name!r}", total, hint=f": {look}")
+    expected = "finite numbers: look for NaN and infinity in the inputs, and in weights"
+    check.numbers("the log-likelihood or error of these data", numbers, expected)
     digest.update(struct.pack(f"{len(numbers)}d", *numbers.tolist()))
     return int.from_bytes(digest.digest(), "big")

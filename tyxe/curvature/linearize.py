@@ -33,6 +33,7 @@ from tyxe.util import (
     Inputs,
     at_least_float32,
     kind_of_batch,
+    on_error,
     outside_inference,
     outside_of_inference,
     vmapped,
@@ -140,12 +141,9 @@ class Linearization:
         # Not in the constructor, so that callers can refuse outputs of a wrong number of points.
         if self._numbers:
             numbers, self._numbers = self._numbers, []
-            exact = {*self._known.exact}
-            try:
+            # A batch that is refused says nothing of others.
+            with on_error(setattr, self._known, "exact", {*self._known.exact}):
                 self._compare(numbers)
-            except BaseException:
-                self._known.exact = exact  # a batch that is refused says nothing of others
-                raise
         return self._blocks
 
     @outside_inference()

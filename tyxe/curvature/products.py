@@ -94,11 +94,9 @@ class CurvatureProducts:
         self._forward, self.likelihood, self._batches = forward, likelihood, batches
         self.values = {name: value.detach() for name, value in values.items()}
         for name, value in values.items():
-            if value.dtype.itemsize < 4:
-                raise ValueError(
-                    f"products with a curvature need float32, and {name!r} is in half precision: "
-                    "convert the net and its inputs with .float()"
-                )
+            hint = " for products with a curvature: convert the net and its inputs with .float()"
+            known = (torch.float32, torch.float64)
+            check.choice(f"the dtype of {name!r}", value.dtype, known, hint)
         sites = {name: value.shape for name, value in values.items()}
         self.blocks = ParamBlocks.of_sites(sites) if blocks is None else blocks
         self._group, self._has_forward_mode = check_group(group), True
@@ -120,13 +118,9 @@ class CurvatureProducts:
         if self._group is not None:
             total(found, self._group)
             self._numbers = total(self._numbers.to(found.device), self._group).cpu()
-        if not float(self._numbers[0]):
-            raise ValueError("no point of the loader counts, so there is no curvature")
-        found *= self.likelihood.dataset_size / float(self._numbers[0])
-        if not bool(found.isfinite().all()):
-            raise ValueError(
-                "the product with the curvature is not finite: look at the inputs and the weights"
-            )
+        found *= self.likelihood.dataset_size / check.points(float(self._numbers[0]))
+        expected = "finite numbers: look at the inputs and the weights"
+        check.numbers("the product with the curvature", found, expected)
         return found.reshape(vectors.shape)
 
     @property

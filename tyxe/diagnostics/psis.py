@@ -16,6 +16,7 @@ from tyxe.diagnostics.case import Case
 from tyxe.diagnostics.report import ANY, Line
 from tyxe.distributions import JointDistribution
 from tyxe.guides import Guide
+from tyxe.linalg.checks import check_finite
 from tyxe.metrics.checks import check_real
 
 FEWEST = 5
@@ -50,12 +51,9 @@ def pareto_k(log_ratios: Tensor) -> float:
     """
     ratios = check_real("log_ratios", log_ratios).double()
     check.shape("log_ratios", ratios, ("S",))
-    if not bool(ratios.isfinite().all()):
-        raise ValueError("log_ratios has infinite entries; expected finite numbers")
-    size = len(ratios)
+    check_finite(ratios, "log_ratios")
+    size = check.count("the number of log_ratios", len(ratios), 25, ", better 1,000")
     tail = math.ceil(min(0.2 * size, 3 * size**0.5))
-    if tail < FEWEST:
-        raise ValueError(f"there are {size} ratios; expected 25 or more, better 1,000")
     # As logarithms below the largest.
     values = (ratios - ratios.max()).sort().values
     threshold = float(values[-tail - 1])

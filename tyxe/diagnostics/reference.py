@@ -191,11 +191,9 @@ def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Refer
     outputs = bnn.predict(*inputs, num_predictions=chains * count, aggregate=False)
     apart = outputs.unflatten(0, (chains, count)).double()
     found = float(split_gelman_rubin(apart, chain_dim=0, sample_dim=1).max())
-    if not found <= check.number("largest_r_hat", largest_r_hat, least=1):
-        raise ValueError(
-            f"these chains are no reference yet: R-hat of their outputs goes up to {found:.3f}, "
-            f"and {largest_r_hat} is allowed; fit with more samples, or resume=True"
-        )
+    most = check.number("largest_r_hat", largest_r_hat, least=1)
+    hint = ": these chains are no reference yet, so fit with more samples, or resume=True"
+    check.number("the largest R-hat of the outputs", round(found, 3), most=most, hint=hint)
     batch = inputs[0] if len(inputs) == 1 else inputs
     return Reference(batch, outputs, _parameters(bnn), found)
 

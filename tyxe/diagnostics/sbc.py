@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tyxe import check, files
+from tyxe.bnn.checks import check_exposes
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.training import progress_bar
 from tyxe.plotting.axes import axes
@@ -269,15 +270,9 @@ def _simulate(
 
 def _from_prior(bnn: SupervisedBNN, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Draw weights, outputs and targets; return the likelihood's own variables of the draw too."""
-    if not len(bnn.net_prior) and not bnn.likelihood.latent_priors():
-        raise ValueError("the prior exposes nothing, so that there is no posterior to look at")
-    try:
-        with torch.no_grad(), poutine.trace() as messenger:
-            outputs = bnn.model(inputs)
-    except NotImplementedError as error:
-        raise ValueError(
-            f"the prior cannot be sampled, and so no data be simulated from it: {error}"
-        ) from error
+    check_exposes(bnn, "look at")
+    with torch.no_grad(), poutine.trace() as messenger:
+        outputs = bnn.model(inputs)
     nodes = messenger.trace.nodes
     own = bnn.likelihood.latent_priors()
     prefix = bnn.likelihood.prefix

@@ -92,8 +92,6 @@ class Gaussian(JointDistribution):
     ) -> None:
         super().__init__(tuple(blocks.sites), Size((blocks.size,)))
         check.shape("loc", loc, (blocks.size,))
-        if precision.size != blocks.size:
-            raise ValueError(f"precision has {precision.size} rows; expected {blocks.size}")
         self.blocks, self.absorbed = blocks, absorbed
         self.terms: list[Term] = [(loc, precision)]
 

@@ -7,11 +7,11 @@ registered are used as they are.
 from __future__ import annotations
 
 from functools import singledispatch
+from typing import Any
 
 import torch.distributions as td
 from torch import Tensor
 
-from tyxe.check import described
 from tyxe.util import at_least_float32
 
 
@@ -89,9 +89,7 @@ def deviation(distribution: td.Distribution) -> Tensor:
         >>> deviation(td.Normal(torch.ones(2), torch.ones(2))).shape
         torch.Size([2])
     """
-    middle = center(distribution)
-    if middle is None:
-        raise TypeError(f"distribution is {described(distribution)}; expected one with a center")
+    middle: Any = center(distribution)
     draw = distribution.rsample if distribution.has_rsample else distribution.sample
     return draw() - middle
 

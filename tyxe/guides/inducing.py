@@ -94,9 +94,7 @@ class AutoInducing(Guide):
         **keywords: Any,
     ) -> None:
         super().__init__(module)
-        if options is not None and keywords:
-            raise TypeError(f"{', '.join(keywords)} given besides options; put all into one")
-        self.options = InducingOptions(**keywords) if options is None else options
+        self.options = replace(options or InducingOptions(), **keywords)
         self.q_inducing = check.choice("q_inducing", q_inducing, Q_INDUCING)
         sizes = {"inducing_rows": inducing_rows, "inducing_cols": inducing_cols}
         self.layers = self._layers(sizes)
@@ -339,9 +337,7 @@ def _stack_of(
             f"inducing_cols gives {listed}"
         )
     shape = torch.Size((sum(layer.rows for layer in layers), columns.pop()))
-    if not all(1 <= m <= d for m, d in zip(hierarchical, shape, strict=True)):
-        raise ValueError(
-            f"hierarchical is {hierarchical}; expected from 1 to the stack's size {tuple(shape)}"
-        )
+    for size, most in zip(hierarchical, shape, strict=True):
+        check.count("a size in hierarchical", size, hint=", the stack's own size", most=most)
     prior = LayerPrior(LinearBlock(GLOBAL, None, shape), (1.0,))
     return [InducingLayer(GLOBAL, prior, *hierarchical, layers[0].like)]

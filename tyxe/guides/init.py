@@ -100,11 +100,8 @@ def init_to_net(site: Message | None = None) -> Any:
     if own is None:
         return init_to_median(site)
     own = own.detach()
-    if not bool(own.isfinite().all()):
-        raise ValueError(
-            f"the net's {site['name']} is not finite, so that no guide can start there: fix the "
-            "net, or pass init_loc_fn=tyxe.guides.init_to_median"
-        )
+    expected = "finite numbers: fix the net, or pass init_loc_fn=tyxe.guides.init_to_median"
+    check.numbers(f"the net's {site['name']}", own, expected)
     allowed = elementwise(site["fn"].support).check(own)
     if bool(allowed.all()):
         return own.clone()
@@ -171,9 +168,8 @@ class PretrainedInitializer:
         True
     """
 
+    @check.arguments
     def __init__(self, values: Mapping[str, Tensor]) -> None:
-        if isinstance(values, nn.Module):
-            raise TypeError("values is a net; use PretrainedInitializer.from_net(net)")
         self.values = {name: value.detach().clone() for name, value in values.items()}
 
     @classmethod
@@ -215,11 +211,8 @@ def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
             variance: Tensor = site["fn"].variance
         except NotImplementedError:
             variance = torch.tensor(math.nan, device="cpu")
-        if not bool((variance.isfinite() & (variance > 0)).all()):
-            raise ValueError(
-                f"the prior of {site['name']!r} has no finite standard deviation to start below: "
-                "pass numbers as init_scale"
-            )
+        expected = "finite numbers to start below: pass numbers as init_scale"
+        check.numbers(f"the prior's variance of {site['name']!r}", variance, expected, above=0)
         return variance.sqrt() * math.exp(log_ratio)
 
     return start

@@ -151,15 +151,11 @@ def uncapped(scale: Tensor, cap: float | None, names: tuple[str, str]) -> Tensor
 
     `names` are those of the two arguments in the message if a scale is not in range.
     """
-    scale = scale.double()
-    if not bool((scale > 0).all()):
-        raise ValueError(f"{names[0]} is {scale.min().item()}; expected positive numbers")
+    scale = check.numbers(names[0], scale.double(), "positive numbers", above=0)
     if cap is None:
         return scale.log()
-    ratio = scale / cap
-    if bool((ratio >= 1).any()):
-        raise ValueError(f"{names[0]} {scale.max().item()} is not below {names[1]} {cap}")
-    return torch.logit(ratio)
+    check.number(names[0], scale.max(), below=cap, hint=f", which is {names[1]}")
+    return torch.logit(scale / cap)
 
 
 def capped_log(unconstrained: Tensor, cap: float | None) -> Tensor:

@@ -112,11 +112,8 @@ def _prune(parts: Sequence[Part], keep: float) -> None:
     ]
     flat = torch.cat([score.reshape(-1) for score in scores])
     count, left = round(keep * len(flat)), int((flat >= 0).sum())
-    if not 1 <= count <= left:
-        raise ValueError(
-            f"keep is {keep}, which is {count} of {len(flat)} elements, of which {left} are left; "
-            "expected at least one, and no more than are left"
-        )
+    hint = f", the elements that are left of {len(flat)}"
+    check.count(f"what keep={keep} keeps", count, hint=hint, most=left)
     mask = torch.zeros_like(flat, dtype=torch.bool)
     mask[flat.topk(count, sorted=False).indices] = True
     chosen = iter(mask.split([score.numel() for score in scores]))

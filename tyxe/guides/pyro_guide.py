@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from operator import attrgetter
-from traceback import walk_tb
 from typing import Any, TypeVar
 
 import pyro.distributions as dist
@@ -30,7 +29,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message
 from torch import Tensor, nn
 
-from tyxe.check import described
+from tyxe import check
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.normal import Point
 from tyxe.guides.base import AnyGuide, Guide, sites_of
@@ -136,26 +135,25 @@ class PyroGuide(AnyGuide):
                 a function would be in Pyro's global store, where no BNN trains it.
             ValueError: the guide does not take the sites.
         """
-        if isinstance(builder, nn.Module) or not callable(builder):
-            raise TypeError(
-                f"the guide's builder is {described(builder)}; expected a class of guides, such "
-                "as tyxe.guides.AutoNormal, or a functools.partial of one, which the BNN calls"
-            )
+        expected = (
+            "a class of guides, such as tyxe.guides.AutoNormal, or a functools.partial of one, "
+            "which the BNN calls"
+        )
+        check.function("the guide's builder", builder, expected)
         names = _kept_apart(module) if _has_part_of_each(builder) else {}
         program = _Renamed(names)(module) if names else module
-        with _failures_of(builder), only_handlers(()):
+        with module_local_params(), only_handlers(()):
             guide = _starting_at_net(builder)(program)
         if isinstance(guide, MCMCKernel):
             raise TypeError(f"{type(guide).__name__} is a kernel; use it with tyxe.MCMC_BNN")
         if isinstance(guide, Guide | PyroGuide):
             return _with_own_memory(guide)
-        if not isinstance(guide, nn.Module):
-            raise TypeError(
-                f"the guide's builder returned a {type(guide).__name__}; expected a module that "
-                "holds its parameters, as tyxe.guides.AutoNormal, a class from "
-                "pyro.infer.autoguide, or a PyroModule of your own does"
-            )
-        with _failures_of(builder):
+        expected = (
+            "a module that holds its parameters, as tyxe.guides.AutoNormal, a class from "
+            "pyro.infer.autoguide, or a PyroModule of your own does"
+        )
+        check.one_of("what the guide's builder returned", guide, nn.Module, expected)
+        with module_local_params():
             return _with_own_memory(cls(guide, module, names))
 
     def __init__(
@@ -232,17 +230,14 @@ class PyroGuide(AnyGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        try:
-            if not isinstance(self.guide, AutoGuide):
-                raise NotImplementedError
-            with module_local_params():
+        with module_local_params(), suppress(NotImplementedError):
+            if isinstance(self.guide, AutoGuide):
                 found = {name: value.clone() for name, value in self.guide.median().items()}
                 return self._named(found)
-        except NotImplementedError:
-            raise TypeError(
-                f"{type(self.guide).__name__} has no median, nor another centre: predict with "
-                "num_predictions of 1 or more, and use to_module(sample=True)"
-            ) from None
+        raise TypeError(
+            f"{type(self.guide).__name__} has no median, nor another centre: predict with "
+            "num_predictions of 1 or more, and use to_module(sample=True)"
+        )
 
     @torch.no_grad()
     def as_priors(self) -> Mapping[str, td.Distribution]:
@@ -274,29 +269,6 @@ def _with_own_memory(guide: T) -> T:
     for parameter in guide.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     return guide
-
-
-@contextmanager
-def _failures_of(builder: Callable[..., Any]) -> Iterator[None]:
-    """Name the guide in errors of Pyro and of a call without all arguments.
-
-    Those of the package name it already, and those of a prior are the user's own.
-    """
-    try:
-        with module_local_params():
-            yield
-    except Exception as error:
-        *_, raising = (frame for frame, _ in walk_tb(error.__traceback__))
-        package = raising.f_globals["__name__"].partition(".")[0]
-        if package not in ("pyro", "torch") and raising.f_code.co_name != "build":
-            raise
-        kind, _ = unwrapped(builder)
-        name = getattr(kind, "__name__", type(kind).__name__)
-        raise (TypeError if isinstance(error, TypeError) else ValueError)(
-            f"the guide's builder {name} fails on these sites: {str(error).partition(chr(10))[0]}; "
-            "pass its own arguments by functools.partial, and a prior whose values it takes, or "
-            "use tyxe.guides.AutoNormal (AutoBernoulli for binary weights)"
-        ) from error
 
 
 # --------------------------------------------------------------------------- their joint Normals

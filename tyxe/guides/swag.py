@@ -15,6 +15,7 @@ from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.guides.base import Guide, Site, check_real
 from tyxe.guides.init import init_to_net
 from tyxe.linalg import Inverse, LowRank
+from tyxe.linalg.checks import check_finite
 from tyxe.util import SiteTensors, at_least_float32, with_float32
 
 # Of a weight that has not moved.
@@ -63,9 +64,8 @@ class SWAGGuide(Guide):
     @torch.no_grad()
     def collect(self, values: Mapping[str, Tensor]) -> None:
         """Take a snapshot of values by joint name; one that is not finite is a ValueError."""
-        bad = [name for name, value in values.items() if not bool(value.isfinite().all())]
-        if bad:
-            raise ValueError(f"weights of {', '.join(bad)} are not finite, so no snapshot is taken")
+        for name, value in values.items():
+            check_finite(value, name)
         if self.ended:
             self.reset()
         before = self.blocks.flatten(values).to(self.mean) - self.mean

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from tyxe.check import described
-
 
 def unpack(data: Any, mask: str | None = None, inputs: Sequence[str] = ("x", "edge_index")) -> Any:
     """Return the net's arguments, the targets `y` and how often each counts, from a graph.
@@ -24,7 +22,7 @@ def unpack(data: Any, mask: str | None = None, inputs: Sequence[str] = ("x", "ed
         inputs: names of the net's arguments.
 
     Raises:
-        ValueError: the graph lacks a named attribute.
+        KeyError: the graph lacks a named attribute.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -33,22 +31,14 @@ def unpack(data: Any, mask: str | None = None, inputs: Sequence[str] = ("x", "ed
         >>> targets, weights
         (tensor([0, 1, 2]), tensor([1., 1., 0.]))
     """
-    arguments = tuple(_of(data, name) for name in inputs)
-    targets = _of(data, "y")
+    arguments = tuple(data[name] for name in inputs)
+    targets = data["y"]
     seeds = getattr(data, "batch_size", None) if "input_id" in data else None
     if mask is None and seeds is None:
         return arguments, targets
     counts = torch.ones(len(targets), device=targets.device)
     if mask is not None:
-        counts = counts * _of(data, mask)
+        counts = counts * data[mask]
     if seeds is not None:
         counts[seeds:] = 0
     return arguments, targets, counts
-
-
-def _of(data: Any, name: str) -> Any:
-    if "to_dict" not in dir(data):
-        raise TypeError(f"a batch is {described(data)}; expected one of torch_geometric")
-    if name not in data:
-        raise ValueError(f"the graph has no {name!r}; it has {', '.join(data.keys())}")
-    return data[name]

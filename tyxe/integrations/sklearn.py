@@ -409,9 +409,8 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
 
     def _targets(self, y: Any, weights: Any) -> tuple[Tensor, int, Likelihood, dict[str, Any]]:
         classes, codes = np.unique(y, return_inverse=True)
-        if len(classes) < 2:
-            named = ", ".join(map(str, classes))
-            raise ValueError(f"y has only {len(classes)} class, {named}; expected two or more")
+        named = ", ".join(map(str, classes[:2]))
+        check.count("the number of classes in y", len(classes), 2, f", and y has {named}")
         return torch.as_tensor(codes), len(classes), Categorical(), {"classes_": classes}
 
     def _calibration(self, bnn: Any, kept: list[Tensor], seed: int) -> dict[str, Any]:
@@ -445,10 +444,6 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
 
 
 def _of_normal(metric: Any, estimator: Any, X: Any, y: Any, sample_weight: Any) -> float:
-    if is_classifier(estimator):
-        raise TypeError(
-            f"{type(estimator).__name__} predicts classes; expected a regressor, or use neg_nll"
-        )
     values = (*estimator.predict(X, return_std=True), y)
     # Copies, since PyTorch warns of arrays that cannot be written to, such as those of pandas.
     mean, std, y = (torch.as_tensor(np.array(v, dtype=np.float64)) for v in values)

@@ -10,6 +10,7 @@ import torch.distributions as td
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tyxe import check
 from tyxe.curvature import Curvature
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.normal import Point
@@ -61,9 +62,7 @@ class LaplaceGuide(AnyGuide):
         return self._fitted().precision()
 
     def _fitted(self) -> LaplaceState:
-        if self.state is None:
-            raise RuntimeError("there is no posterior yet; call fit, or fit_curvature")
-        return self.state
+        return check.known(self.state, "there is no posterior yet; call fit, or fit_curvature")
 
     def values(self) -> dict[str, Tensor]:
         """Return the mode by the sites' joint names."""

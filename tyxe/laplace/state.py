@@ -211,13 +211,11 @@ def with_noise(
     to `noise^-2`. Where the likelihood has several noises, it is a sum over them, and `noise` is
     one number or one for each.
     """
-    if not isinstance(likelihood, HomoskedasticGaussian):
-        raise ValueError(
-            f"noise is that of a HomoskedasticGaussian, not of a {type(likelihood).__name__}"
-        )
+    expected = "a HomoskedasticGaussian, which noise is of"
+    gaussian: Any = check.one_of("the likelihood", likelihood, HomoskedasticGaussian, expected)
     like, apart = curvature.operator, curvature.by_noise
     given = check.tensor("noise", noise, dtype=like.dtype, device=like.device)
-    own = likelihood.scale_of(like=given).detach().to(given)
+    own = gaussian.scale_of(like=given).detach().to(given)
     scales = _for_each(given, own).flatten()
     if len(scales) > 1 and apart is None and not curvature.is_empty:
         raise ValueError(

@@ -76,8 +76,9 @@ class Categorical(Likelihood):
         weights = None
         if class_weights is not None:
             weights = check.tensor("class_weights", class_weights).float()
-            if weights.dim() != 1 or not (weights >= 0).all() or not any(weights):
-                raise ValueError(f"class_weights are {weights}; expected a number from 0 each")
+            check.shape("class_weights", weights, ("C",))
+            check.numbers("class_weights", weights, "a number from 0 each", least=0)
+            check.number("the sum of class_weights", weights.sum(), above=0)
         self.class_weights: Tensor | None
         self.register_buffer("class_weights", weights, persistent=False)
 
@@ -267,8 +268,8 @@ class Bernoulli(Likelihood):
         self.logit_predictions = logit_predictions
         self.prepares_targets = pos_weight is not None
         weight = None if pos_weight is None else check.tensor("pos_weight", pos_weight).float()
-        if weight is not None and not bool((weight >= 0).all() & weight.isfinite().all()):
-            raise ValueError(f"pos_weight is {pos_weight}; expected numbers of 0 or more")
+        if weight is not None:
+            check.numbers("pos_weight", weight, "numbers of 0 or more", least=0)
         self.pos_weight: Tensor | None
         self.register_buffer("pos_weight", weight, persistent=False)
 

@@ -29,6 +29,12 @@ class _Layout(dict[str, Any]):
         return self
 
 
+def check_is_one(likelihood: Likelihood, instead: str) -> None:
+    """Raise a TypeError for the likelihood of several outputs, with what to do instead."""
+    if isinstance(likelihood, Joint):
+        raise TypeError(f"the BNN has several outputs: {instead}")
+
+
 class Joint(Likelihood):
     """A likelihood for each of several outputs, which are independent given the net.
 
@@ -79,8 +85,7 @@ class Joint(Likelihood):
         super().__init__(known.pop() if known else None)
         self.parts = nn.ModuleDict(parts)
         self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
-        if not any(self.weights.values()):
-            raise ValueError("all weights of parts are 0, so that nothing is to be fitted")
+        check.number("the sum of weights", sum(self.weights.values()), above=0)
         self.has_target_hessian = any(part.has_target_hessian for part in parts.values())
         self._layout = _Layout()
 

@@ -58,9 +58,8 @@ class Ordinal(Likelihood):
             cut_points = (torch.arange(1, num_classes, device="cpu") / num_classes).logit()
         cuts = check.tensor("cut_points", cut_points).detach()
         check.shape("cut_points", cuts, (num_classes - 1,), ", one less than classes")
-        gaps = cuts.diff()
-        if not bool((gaps > 0).all() & cuts.isfinite().all()):
-            raise ValueError(f"cut_points are {cuts.tolist()}; expected numbers that grow")
+        check.numbers("cut_points", cuts, "finite numbers")
+        gaps = check.numbers("a step of cut_points", cuts.diff(), "numbers that grow", above=0)
         self.first_cut, self.log_gaps = nn.Parameter(cuts[0].clone()), nn.Parameter(gaps.log())
 
     def extra_repr(self) -> str:
@@ -89,11 +88,8 @@ class Ordinal(Likelihood):
 
     def check_predictions(self, predictions: Tensor) -> None:
         """Raise unless there is one number for each target."""
-        if predictions.dim() < 2 or predictions.shape[-1] != 1:
-            raise ValueError(
-                f"Ordinal got predictions of shape {tuple(predictions.shape)}; expected one number "
-                "for each target, (n, ..., 1)"
-            )
+        hint = ", one number for each target"
+        check.shape("what Ordinal got as predictions", predictions, ("n", ..., 1), hint)
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         return LogitCategorical(self.class_logits(predictions)).to_event(self.event_dim)

@@ -40,8 +40,7 @@ class OwnParameter(Likelihood):
         learn = check.flag("learn", learn) or isinstance(given, nn.Parameter)
         if self.noise_prior is None:
             values = check.tensor(parameter, given).detach()
-            if not bool((values > 0).all() & values.isfinite().all()):
-                raise ValueError(f"{parameter} is {given}; expected positive numbers")
+            check.numbers(parameter, values, "positive numbers", above=0)
         elif learn:
             raise ValueError(
                 f"{parameter} is a distribution, so it is inferred; to learn it takes a number"

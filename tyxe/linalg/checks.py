@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,15 +73,6 @@ def _range(tensor: Tensor) -> tuple[float, float]:
         return (value := tensor.item()), value
     lowest, highest = tensor.detach().aminmax()
     return lowest.item(), highest.item()
-
-
-def check_same_kind(first: Any, second: Any, what: str) -> None:
-    """Raise unless two tensors or operators share type and device."""
-    if (first.dtype, first.device) != (second.dtype, second.device):
-        raise ValueError(
-            f"{what} are in {first.dtype} on {first.device} and in {second.dtype} on "
-            f"{second.device}; move them with .to(...) first"
-        )
 
 
 def check_square(matrix: Tensor, what: str) -> Tensor:

@@ -12,17 +12,14 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.linalg.base import Operator, factorization
-from tyxe.linalg.checks import check_same_kind, check_small
+from tyxe.linalg.checks import check_small
 from tyxe.linalg.dense import Cholesky, Dense
 from tyxe.linalg.diagonal import Diagonal, LowRank
 
 
 def _alike(parts: Mapping[str, Operator], what: str) -> dict[str, Operator]:
-    """Return a copy of some operators by name, all of one type and on one device."""
+    """Return a copy of some operators by name."""
     check.one_of(what, parts, Mapping, "operators by name")
-    (first, other), *_ = parts.items()
-    for name, part in parts.items():
-        check_same_kind(other, part, f"the {what} {first!r} and {name!r}")
     return dict(parts)
 
 

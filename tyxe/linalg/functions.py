@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tyxe.autocast import full_precision
 from tyxe.linalg.base import Operator
-from tyxe.linalg.checks import check_same_kind, check_small, is_small
+from tyxe.linalg.checks import check_small, is_small
 from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum, with_term
 from tyxe.linalg.dense import Cholesky, Dense
 from tyxe.linalg.diagonal import Diagonal, LowRank
@@ -69,10 +69,8 @@ def plus(a: Operator, b: Operator) -> Operator:
             ((name, block),) = one.blocks.items()
             return BlockDiagonal({name: plus(block, other)})
         if isinstance(one, Dense):
-            check_same_kind(one, other, "the terms")
             return Dense(one.matrix + other.to_dense())
     if isinstance(a, LowRank) and isinstance(b, LowRank):
-        check_same_kind(a, b, "the terms")
         return LowRank(a.entries + b.entries, torch.cat([a.factor, b.factor], 1))
     if isinstance(a, Sum):
         terms = a.terms

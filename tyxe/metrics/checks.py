@@ -34,12 +34,10 @@ def check_real(name: str, value: Tensor, missing: bool = False) -> Tensor:
 def check_probs(probs: Tensor, name: str = "probs") -> Tensor:
     """Return class probabilities if they are `(n, C)` and their rows sum to one."""
     checked = check_real(name, probs)
-    if probs.dim() != 2 or probs.shape[-1] < 2:
-        raise ValueError(
-            f"{name} has shape {tuple(probs.shape)}; expected (n, C) with C >= 2: pass "
-            "probs.mean(0) for stacked draws, torch.stack([1 - p, p], -1) for probabilities `p` "
-            "of one class"
-        )
+    of_one = "torch.stack([1 - p, p], -1) for probabilities `p` of one class"
+    hint = f": pass probs.mean(0) for stacked draws, {of_one}"
+    check.shape(name, probs, ("n", "C"), hint)
+    check.count(f"the number of classes in {name}", probs.shape[-1], 2, f": pass {of_one}")
     if torch.compiler.is_compiling():
         return checked
     sums = checked.sum(-1)
@@ -62,14 +60,12 @@ def check_targets(targets: Tensor, probs: Tensor) -> Tensor:
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise TypeError(f"targets is {targets.dtype}; expected integers: pass targets.long()")
     targets = targets.long()
-    low, high, num_classes = int(targets.min()), int(targets.max()), probs.shape[-1]
-    if low < 0 or high >= num_classes:
-        raise ValueError(
-            f"targets range over {low}..{high}; expected 0..{num_classes - 1} for "
-            f"{num_classes} classes: pass targets - targets.min() if they start elsewhere, and "
-            "leave out ignored points"
-        )
-    return targets
+    most = probs.shape[-1] - 1
+    expected = (
+        f"0..{most} for {most + 1} classes: pass targets - targets.min() if they start elsewhere, "
+        "and leave out ignored points"
+    )
+    return check.numbers("targets", targets, expected, least=0, most=most)
 
 
 def check_classified(probs: Tensor, targets: Tensor, soft: bool = False) -> tuple[Tensor, Tensor]:
@@ -89,9 +85,7 @@ def check_weights(weights: Tensor, values: Tensor) -> Tensor:
     weights = check_real("weights", check.tensor("weights", weights).to(values))
     hint = ", one for each point: pass mask.float() to leave some out"
     check.shape("weights", weights, values.shape[:1], hint)
-    if (weights < 0).any() or not weights.any():
-        raise ValueError("weights has negative entries, or none above 0; expected counts")
-    return weights
+    return check.numbers("weights", weights, "counts", least=0)
 
 
 def average(values: Tensor, weights: Tensor | None, known: Tensor | None = None) -> Tensor:
@@ -108,8 +102,8 @@ def average(values: Tensor, weights: Tensor | None, known: Tensor | None = None)
     if known is not None:
         counts = counts * known
     total = counts.sum()
-    if not torch.compiler.is_compiling() and not total:
-        raise ValueError("no target is known and has a weight above 0, so there is no average")
+    if not torch.compiler.is_compiling():
+        check.points(float(total))
     # A score of a point that does not count may be infinite.
     return (values.where(counts > 0, 0.0) * counts).sum() / total
 
@@ -130,8 +124,7 @@ def check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Ten
     Those that are NaN are missing. The means stand in their places, so that gradients are finite.
     """
     mean, targets = check_real("mean", mean), check_real("targets", targets, missing=True)
-    if mean.dim() == 0:
-        raise ValueError("mean has shape (); expected (n, ...): pass mean.unsqueeze(0)")
+    check.shape("mean", mean, ("n", ...), ": pass mean.unsqueeze(0)")
     _check_shape("targets", targets, mean)
     mean, targets = _promoted(mean, targets)
     known = ~targets.isnan()
@@ -147,12 +140,8 @@ def check_scale(scale: Tensor | float, mean: Tensor) -> Tensor:
         _check_shape("scale", scale, mean)
     else:
         scale = scale.to(mean.device)
-    if not ((scale > 0) & scale.isfinite()).all():
-        raise ValueError(
-            f"scale ranges from {scale.min():.4g} to {scale.max():.4g}; expected positive and "
-            "finite standard deviations: pass log_scale.exp(), or variance.sqrt()"
-        )
-    return scale
+    expected = "positive and finite standard deviations: pass log_scale.exp(), or variance.sqrt()"
+    return check.numbers("scale", scale, expected, above=0)
 
 
 def _check_shape(name: str, value: Tensor, mean: Tensor) -> None:

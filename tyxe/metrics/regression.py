@@ -248,12 +248,8 @@ def quantile_calibration_error(
     """
     pit, num_levels = check_real("pit", pit, missing=True), check.count("num_levels", num_levels)
     known = ~pit.isnan()
-    if ((pit < 0) | (pit > 1)).any():
-        least, most = pit[known].aminmax()
-        raise ValueError(
-            f"pit ranges from {least:.4g} to {most:.4g}; expected probabilities: pass "
-            "gaussian_pit(mean, scale, targets)"
-        )
+    expected = "probabilities: pass gaussian_pit(mean, scale, targets)"
+    check.numbers("pit", pit[known], expected, least=0, most=1)
     levels = torch.arange(1, num_levels + 1, dtype=pit.dtype, device=pit.device) / (num_levels + 1)
     covered = [average((pit <= level).to(pit.dtype), weights, known) for level in levels]
     return (torch.stack(covered) - levels).abs().mean()
@@ -261,12 +257,8 @@ def quantile_calibration_error(
 
 def _stacked(name: str, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return values of draws `(S, n, ...)` and the rest of `check_regression` in one dtype."""
-    values = check_real(name, values)
-    if values.dim() < 2:
-        raise ValueError(
-            f"{name} has shape {tuple(values.shape)}; expected (S, n, ...), one for each draw: "
-            "pass predict(..., aggregate=False), or sample_predictive(...)"
-        )
+    hint = ", one for each draw: pass predict(..., aggregate=False), or sample_predictive(...)"
+    values = check.shape(name, check_real(name, values), ("S", "n", ...), hint)
     first, targets, known = check_regression(values[0], targets)
     return values.to(first.dtype), targets, known
 

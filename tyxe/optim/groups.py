@@ -81,13 +81,11 @@ def make_optimizer(
     make = functools.partial(_new, parameters=parameters, kinds=kinds, factors=factors, fused=fused)
     if isinstance(optim, PyroOptim):
         return _from_pyro(optim, parameters, make)
-    if not callable(optim):
-        raise TypeError(
-            f"optim is a {type(optim).__name__}; expected a Pyro optimiser such as "
-            'pyro.optim.Adam({"lr": 1e-3}), a torch optimiser class or partial of one, or an '
-            "instance over bnn.parameters()"
-        )
-    return make(optim, {})
+    expected = (
+        'a Pyro optimiser such as pyro.optim.Adam({"lr": 1e-3}), a torch optimiser class or '
+        "partial of one, or an instance over bnn.parameters()"
+    )
+    return make(check.function("optim", optim, expected), {})
 
 
 def _refuse_line_search(optim: Any) -> None:

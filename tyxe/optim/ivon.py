@@ -114,12 +114,12 @@ class IVON(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make the update; without a particle, as in a loop of your own, a RuntimeError."""
-        size, self._drawn = self._drawn, None
-        if size is None:
-            raise RuntimeError(
-                "IVON takes gradients at draws of its own: give it to VariationalBNN.fit, as "
-                "functools.partial(tyxe.optim.IVON, lr=...), and call no step()"
-            )
+        drawn, self._drawn = self._drawn, None
+        size = check.known(
+            drawn,
+            "IVON takes gradients at draws of its own: give it to VariationalBNN.fit, as "
+            "functools.partial(tyxe.optim.IVON, lr=...), and call no step()",
+        )
         scales = {q.log_scale for _, q, *_ in self._sites.values()}
         for group in self.param_groups:
             lr, (b1, b2) = group["lr"], group["betas"]

@@ -33,14 +33,9 @@ def look_of(index: int) -> tuple[str, str]:
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot, or raise an ImportError that says how to install it."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "tyxe.plotting needs matplotlib, which is not installed: "
-            'install the optional extra with pip install -e ".[plot]"'
-        ) from error
+    """Return matplotlib's pyplot, of the extra `plot`."""
+    import matplotlib.pyplot as plt
+
     return plt
 
 
@@ -59,11 +54,8 @@ def flat(name: str, value: Tensor, like: Tensor | None = None) -> Tensor:
     vector = check_real(name, value).detach().cpu().double()
     if vector.dim() == 2 and vector.shape[1] == 1:
         vector = vector.squeeze(1)
-    if vector.dim() != 1:
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)}; expected (n,) or (n, 1): "
-            f"pass one number per point, such as {name}[:, 0]"
-        )
+    hint = f" or (n, 1): pass one number per point, such as {name}[:, 0]"
+    check.shape(name, vector, ("n",), hint)
     if like is not None:
         check.shape(name, vector, like.shape, ", one for each point")
     return vector

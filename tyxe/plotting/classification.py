@@ -232,11 +232,6 @@ def calibration_and_entropy(
         >>> [ax.get_xlabel() for ax in fig.axes]
         ['confidence', 'predictive entropy (nats)']
     """
-    if not results:
-        raise ValueError(
-            "results is empty; expected at least one method: "
-            'pass {"name": (probs, targets, ood_probs)}'
-        )
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 4.2), layout="constrained")
     try:

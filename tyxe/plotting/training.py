@@ -93,11 +93,6 @@ def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None)
         >>> [round(value) for value in ax.lines[0].get_ydata()]
         [100, 80]
     """
-    if not results:
-        raise ValueError(
-            "results is empty; expected at least one method: "
-            'pass {"name": accuracies of (runs, T, T)}'
-        )
     curves = {name: _over_tasks(name, accuracy) for name, accuracy in results.items()}
     ax = axes(ax)
     for i, (name, curve) in enumerate(curves.items()):

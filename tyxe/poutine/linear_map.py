@@ -347,7 +347,7 @@ class LinearMapMessenger(Messenger):
 
     def answer(self, event: LinearMap) -> Tensor | None:
         """Return the map's output, or None to leave the event to the next handler."""
-        raise NotImplementedError
+        return None
 
     def _pyro_sample(self, msg: Message) -> None:
         if msg["done"] or msg["is_observed"] or msg["value"] is not None:

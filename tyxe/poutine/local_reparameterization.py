@@ -53,11 +53,6 @@ def local_reparameterization_moments(
         return mean, variance.to(weight_var.dtype)
 
 
-def _has_range(dtype: torch.dtype) -> bool:
-    """Whether a floating-point type has numbers as small as those of float32."""
-    return dtype.is_floating_point and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
-
-
 class local_reparameterization(LinearMapMessenger):
     r"""Sample linear maps by their outputs: `h = lin(x; M, m_b) + sqrt(lin(x^2; V, v_b)) eps`.
 
@@ -102,11 +97,9 @@ class local_reparameterization(LinearMapMessenger):
     @check.arguments
     def __init__(self, variance_dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        if variance_dtype is not None and not _has_range(variance_dtype):
-            raise ValueError(
-                f"variance_dtype is {variance_dtype}; expected torch.bfloat16 or a wider "
-                "floating-point type: squares of small scales underflow in others"
-            )
+        known = (None, torch.bfloat16, torch.float32, torch.float64)
+        hint = ": squares of small scales underflow in others"
+        check.choice("variance_dtype", variance_dtype, known, hint)
         self.variance_dtype = variance_dtype
 
     def answer(self, event: LinearMap) -> Tensor | None:

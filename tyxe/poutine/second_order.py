@@ -12,6 +12,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from tyxe import check
 from tyxe.util import graph_nodes
 
 CURVATURES = ("fisher", "hessian", "empirical")
@@ -73,11 +74,8 @@ def pseudo_labels(fn: Any) -> Tensor:
 def hessian_diagonals(gradients: Sequence[Tensor], sites: Sequence[Expansion]) -> list[Tensor]:
     """Return `d gradient_l / d loc_l` of each site, the Hessian's diagonal, differentiable."""
     count = sum(site.loc.numel() for site in sites)
-    if count > HESSIAN_LIMIT:
-        raise ValueError(
-            f'curvature="hessian" takes a backward pass for each of {count:,} weights, and is '
-            f'for nets of up to {HESSIAN_LIMIT:,}: use curvature="fisher"'
-        )
+    hint = ', for each of which curvature="hessian" takes a backward pass: use curvature="fisher"'
+    check.count("the number of weights", count, hint=hint, most=HESSIAN_LIMIT)
     return [_diagonal(g, site.loc) for g, site in zip(gradients, sites, strict=True)]
 
 

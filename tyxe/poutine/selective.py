@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any
 
@@ -24,10 +24,7 @@ class _Selective(Messenger):
 
     def __init__(self, expose: Sequence[str]) -> None:
         super().__init__()
-        if isinstance(expose, str):
-            raise TypeError(f"expose is the string {expose!r}; pass a list: expose=[{expose!r}]")
-        check.one_of("expose", expose, Iterable, "a list of names")
-        self._expose = frozenset(expose)
+        self._expose = frozenset(check.listed("expose", expose))
         self._unmet = set(expose)
 
     def _exposes(self, name: str) -> bool:
@@ -77,19 +74,14 @@ class selective_mask(_Selective):
 
     def __init__(self, *, mask: Tensor, expose: Sequence[str]) -> None:
         super().__init__(expose)
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise TypeError(f"mask is {given}; expected a boolean tensor: pass mask.bool()")
+        check.one_of("mask", mask, Tensor, "a boolean tensor")
+        check.choice("the dtype of mask", mask.dtype, [torch.bool], ": pass mask.bool()")
         self.mask = mask
         self._rows = mask.flatten(1).any(1) if mask.dim() > 1 else mask
         self._count = int(self._rows.sum())
 
     def _check_rows(self, name: str, rows: int) -> None:
-        if rows != len(self.mask):
-            raise ValueError(
-                f"the mask has {len(self.mask)} entries, but {name} has {rows} rows; "
-                "give one entry for each row of the batch"
-            )
+        check.shape("the mask", self.mask, (rows, ...), f", one entry for each row of {name}")
 
     def _pyro_sample(self, msg: Message) -> None:
         if not self._exposes(msg["name"]):
@@ -155,12 +147,8 @@ def masked_within(distribution: Any, mask: Tensor) -> Any:
         inner, dims = inner.base_dist, dims + inner.reinterpreted_batch_ndims
     if mask.dim() == 1 and inner.batch_shape[:1] == mask.shape:  # of points
         mask = trailing(mask, len(inner.batch_shape)).expand(inner.batch_shape)
-    if inner.batch_shape != mask.shape:
-        raise ValueError(
-            f"the mask has shape {tuple(mask.shape)}, and the points "
-            f"{tuple(distribution.batch_shape + distribution.event_shape)}, of which the last "
-            f"{len(inner.event_shape)} dimensions are one event"
-        )
+    hint = f", before the {len(inner.event_shape)} dimensions of one event"
+    check.shape("the mask", mask, inner.batch_shape, hint)
     counted = _Counted(inner, mask)
     return dist.Independent(counted, dims, validate_args=False) if dims else counted
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.likelihoods import (
     Bernoulli,
     Categorical,
@@ -23,6 +24,11 @@ from tyxe.predictive.gaussian import LinkOptions, predict_from_gaussian
 
 # Those whose predictions have no samples, with a link that does not draw.
 PREDICTED = (Categorical, Bernoulli, HomoskedasticGaussian, StudentT, Poisson, NegativeBinomial)
+
+
+def no_closed_form(why: str) -> NoReturn:
+    """Raise a TypeError, with what to do instead."""
+    raise TypeError(f"{why}: leave closed_form out, for draws")
 
 
 class _WithInputs(nn.Linear):
@@ -50,8 +56,8 @@ class ClosedForm(nn.Module):
         options: how predictions are made.
 
     Raises:
-        RuntimeError: in the first call, if the layer is not the last; in an export before it.
-        TypeError: another layer or likelihood.
+        RuntimeError: in an export before the first call.
+        TypeError: another layer or likelihood; in the first call, if the layer is not the last.
         ValueError: a link that draws.
     """
 
@@ -67,12 +73,8 @@ class ClosedForm(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(likelihood, PREDICTED):
-            raise TypeError(
-                f"{type(likelihood).__name__} has no prediction in closed form: leave "
-                "closed_form out, for draws"
-            )
-        if options.link == "mc":
-            raise ValueError("link='mc' draws: pass link='probit' or 'bridge', or no closed_form")
+            no_closed_form(f"{type(likelihood).__name__} has no prediction in closed form")
+        check.choice("link", options.link, ("probit", "bridge"), ", or no closed_form for draws")
         self._whole: nn.Module | None = net
         tensors = (*net.parameters(), *net.buffers())
         self.net = copy.deepcopy(net, {id(tensor): tensor for tensor in tensors})
@@ -120,9 +122,9 @@ class ClosedForm(nn.Module):
         outputs, width = whole(*inputs, **kwargs), sum(self._sizes)
         is_last = both.dim() == 2 and both.shape[-1] == width
         if not is_last or not torch.equal(both[:, self._sizes[0] :], outputs):
-            raise RuntimeError(
+            no_closed_form(
                 "the layer with a posterior is not the last operation of the net, so that its "
-                "outputs have no Gaussian in closed form: leave closed_form out, for draws"
+                "outputs have no Gaussian in closed form"
             )
         self._whole = None
 

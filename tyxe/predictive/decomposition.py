@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.likelihoods.reductions import mean_over
+from tyxe.linalg.checks import check_non_negative
 from tyxe.util import at_least_float32
 
 
@@ -138,15 +139,7 @@ def regression_decomposition(
     """
     means = at_least_float32(means)
     noise = check.tensor("noise_variance", noise_variance, dtype=means.dtype, device=means.device)
-    if not bool((noise >= 0).all()):
-        raise ValueError(f"noise_variance is down to {noise.min():.4g}; expected variances")
-    extra = means.dim() - noise.dim()
-    pairs = zip(noise.shape, means.shape[max(extra, 0) :], strict=False)
-    if extra < 0 or any(size not in (1, full) for size, full in pairs):
-        raise ValueError(
-            f"noise_variance has shape {tuple(noise.shape)}, which does not broadcast against the "
-            f"means' {tuple(means.shape)}: for draws of one noise pass noise.view(-1, 1, ...)"
-        )
+    check_non_negative(noise, "noise_variance")
     spread = (means - mean_over(means, 0, weights)).square()
     noises = noise.expand_as(means)
     return VarianceDecomposition(mean_over(noises, 0, weights), mean_over(spread, 0, weights))

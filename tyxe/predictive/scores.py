@@ -134,12 +134,9 @@ def batch(scores: Tensor, size: int, power: float = 1.0) -> Tensor:
         tensor([1, 3])
     """
     check.shape("scores", scores, ("n",))
+    check.numbers("scores", scores, "numbers of 0 or more", least=0)
     size = check.count("size", size)
-    if size > len(scores) or not bool((scores >= 0).all()):
-        raise ValueError(
-            f"there are {len(scores)} scores from {scores.min():.4g} on, and size is {size}; "
-            "expected as many scores or more, not negative"
-        )
+    check.count("the number of scores", len(scores), size)
     power = check.number("power", power, least=0)
     # The highest of logarithms with Gumbel noise are a draw without replacement.
     noise = -torch.empty_like(scores).exponential_().log()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
 from typing import Any
 
 import torch.distributions as td
@@ -109,12 +108,7 @@ class LambdaPrior(Prior):
         self, fn: Callable[[str, nn.Module, nn.Parameter], SitePrior], **rules: Any
     ) -> None:
         super().__init__(**rules)
-        try:
-            signature(fn).bind("", None, None)
-        except TypeError:
-            given = f"takes {signature(fn)}" if callable(fn) else f"is {fn!r}"
-            raise TypeError(f"fn {given}; expected a function of (name, module, param)") from None
-        self.fn = fn
+        self.fn = check.function("fn", fn, "a function of (name, module, param)")
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:
         return self.fn(name, module, param)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from tyxe import check
-from tyxe.check import described
 
 Place = tuple[nn.Module, str]
 T = TypeVar("T")
@@ -55,9 +54,8 @@ class Selection:
 
     def __init__(self, expose_all: bool = True, hide_all: bool = False, **rules: Any) -> None:
         kinds = [pair[which] for which in (0, 1) for pair in PAIRS]
-        unknown = sorted(set(rules) - set(kinds))
-        if unknown:
-            raise TypeError(f"unknown rule {unknown[0]!r}; the rules are {', '.join(kinds)}")
+        for name in rules:
+            check.choice("a rule", name, kinds)
         self.rules = {
             # One module: a container would be iterated over, and lose parameters of its own.
             kind: [rule] if isinstance(rule, nn.Module) and kind.endswith("_modules") else rule
@@ -107,10 +105,10 @@ def _is_real(parameter: Parameter) -> bool:
 def _check_type(kind: str, rule: Any) -> None:
     if kind.endswith("_fn"):
         check.one_of(kind, rule, Callable, "a function of (module, name)")
-    elif isinstance(rule, str) or not isinstance(rule, Iterable):
-        raise TypeError(f"{kind} is {described(rule)}; expected a list: {kind}=[...]")
-    elif kind.endswith("module_types") and not all(isinstance(t, type) for t in rule):
-        raise TypeError(f"{kind} is {rule!r}; expected classes, such as nn.BatchNorm2d")
+        return
+    for each in check.listed(kind, rule):
+        if kind.endswith("module_types"):
+            check.one_of(f"one of {kind}", each, type, "a class, such as nn.BatchNorm2d")
 
 
 def _named(kind: str, rule: Any, net: nn.Module, parameters: Sequence[Parameter]) -> set[str]:

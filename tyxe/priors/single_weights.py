@@ -66,12 +66,12 @@ class SubnetworkPrior(Prior):
                 "choose once, among the weights that it exposes"
             )
         self.num_weights = check.count("num_weights", num_weights)
-        if not isinstance(by, Mapping) and by not in _KNOWN:
-            raise ValueError(
-                f"by is {check.described(by)}; expected one of {', '.join(map(repr, _KNOWN))}, or "
-                "a posterior, whose variances are compared, which tyxe.priors.subnetwork(net, "
+        if not isinstance(by, Mapping):
+            hint = (
+                ", or a posterior, whose variances are compared, which tyxe.priors.subnetwork(net, "
                 "loader, num_weights, likelihood=...) finds itself"
             )
+            check.choice("by", by, _KNOWN, hint)
         self.by, self.selection = by, prior.selection
         # The same weights whenever the prior is asked.
         self._seed = fresh_seed()
@@ -86,10 +86,8 @@ class SubnetworkPrior(Prior):
     def elements(self, net: nn.Module) -> dict[str, Tensor]:
         parameters = self.selection.of(net)
         sizes = [parameter.tensor.numel() for parameter in parameters]
-        if self.num_weights > sum(sizes):
-            raise ValueError(
-                f"num_weights is {self.num_weights}, and the prior exposes {sum(sizes)} weights"
-            )
+        hint = ", the weights that the prior exposes"
+        check.count("num_weights", self.num_weights, hint=hint, most=sum(sizes))
         is_chosen = torch.zeros(sum(sizes), dtype=torch.bool, device="cpu")
         is_chosen[self._scores(parameters, sum(sizes)).topk(self.num_weights).indices] = True
         named = zip(parameters, is_chosen.split(sizes), strict=True)

@@ -100,8 +100,7 @@ class MCLMC(Kernel):
     def start(self, potential: Potential, position: Tensor, random: Randomness) -> Chains:
         """Return chains at their starts `(chains, d)` with random directions."""
         noise, d = random.noise[0], position.shape[-1]
-        if d < 2:
-            raise ValueError("MCLMC moves in at least two dimensions, and there is one; take NUTS")
+        check.count("the number of dimensions", d, 2, ", in which MCLMC moves; take NUTS")
         point = Point.at(potential, position)
         one, zero = torch.ones_like(point.potential), torch.zeros_like(position)
         none, length = torch.zeros_like(one), self.momentum_length or max(d**0.5, 15.0)

@@ -176,13 +176,12 @@ class SGLD(Kernel):
         if self.schedule != "cyclical":
             return super().kept(length)
         shortest = self._shortest(length)
-        if length.total < shortest:
-            raise ValueError(
-                f"{length.total} steps are too few for {self.num_cycles} cycles, of which the last "
-                f"{1 - self.exploration:.0%} give {length.num_samples} samples with "
-                f"thinning={length.thinning}: pass warmup_steps="
-                f"{shortest - length.total + length.num_warmup} or more, or fewer cycles"
-            )
+        hint = (
+            f" for {self.num_cycles} cycles, of which the last {1 - self.exploration:.0%} give "
+            f"{length.num_samples} samples with thinning={length.thinning}: pass warmup_steps="
+            f"{shortest - length.total + length.num_warmup} or more, or fewer cycles"
+        )
+        check.count("the number of steps", length.total, shortest, hint)
         found = []
         for cycle in range(self.num_cycles):
             end = (cycle + 1) * length.total // self.num_cycles

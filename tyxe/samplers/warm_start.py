@@ -48,11 +48,6 @@ class WarmStart:
 
     def __post_init__(self) -> None:
         check.fields(self)
-        if not callable(self.optim):
-            raise TypeError(
-                f"optim is a {type(self.optim).__name__}; expected an optimiser class such as "
-                "torch.optim.AdamW, or a functools.partial of one: the starts are its parameters"
-            )
 
     def train(
         self, loss: Loss, members: Tensor, num_points: int, generator: torch.Generator
@@ -75,19 +70,12 @@ class WarmStart:
         order = torch.randperm(num_points, generator=generator, device=members.device)
         held_out = max(round(self.validation * num_points), 1) if self.validation else 0
         kept, rows = order[:held_out], order[held_out:]
-        if not len(rows):
-            raise ValueError(
-                f"{num_points} data points cannot be parted into {held_out} for validation and "
-                "others to train: pass validation=0"
-            )
+        hint = f", since {held_out} of {num_points} are for validation: pass validation=0"
+        check.count("the number of points to train", len(rows), hint=hint)
         every = gradients(loss, members, rows[:1].expand(len(members), 1))
         weights = members.clone().requires_grad_()
-        optimizer = self.optim([weights])
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError(
-                f"optim makes a {type(optimizer).__name__}; expected one of torch.optim that takes "
-                "a step by gradients, such as torch.optim.AdamW"
-            )
+        expected = "one of torch.optim that takes a step by gradients, such as torch.optim.AdamW"
+        optimizer = check.one_of("what optim makes", self.optim([weights]), Optimizer, expected)
         stopping = None
         if held_out:
             stopping = EarlyStopping(
