@@ -35,7 +35,12 @@ PASSES = [
     (check.number("x", 2), 2.0),
     (check.number("x", np.float32(0.5), above=0, below=1), 0.5),
     (check.number("x", torch.tensor([1.0]), least=1, most=1), 1.0),
+    (check.count("n", 3, most=3), 3),
     (check.choice("kind", None, ("a", None)), None),
+    (check.known(0, "there is none"), 0),
+    (check.points(0.5), 0.5),
+    (check.function("f", int, "a function"), int),
+    (check.listed("names", ("a", "b")), ("a", "b")),
     (Options(rank=np.int64(2)).rank, 2),
     (Options().rate, None),
 ]
@@ -47,6 +52,7 @@ def test_what_passes_comes_back_as_plain_python(found: Any, expected: Any) -> No
     assert type(found) is type(expected)
 
 
+ONE = torch.ones(())
 REFUSED = {
     "a boolean count": (lambda: check.count("n", True), "n is True; expected an integer"),
     "half a count": (
@@ -72,6 +78,35 @@ REFUSED = {
         r"x has shape \(2, 3\); expected \(n, 2\): transpose it",
     ),
     "dimensions": (lambda: check.shape("x", torch.ones(2, 3), ("n",)), r"expected \(n,\)"),
+    "too few dimensions": (
+        lambda: check.shape("x", torch.ones(2), ("n", ..., 1)),
+        r"x has shape \(2,\); expected \(n, ..., 1\)",
+    ),
+    "the last dimension": (
+        lambda: check.shape("x", torch.ones(2, 3, 4), ("n", ..., 1)),
+        r"x has shape \(2, 3, 4\); expected \(n, ..., 1\)",
+    ),
+    "a count above": (lambda: check.count("n", 4, most=3), "n is 4; expected 1 to 3"),
+    "a number that is out": (
+        lambda: check.numbers("x", torch.tensor([0.5, 2.0]), "shares", least=0, most=1),
+        "x ranges from 0.5 to 2; expected shares",
+    ),
+    "a number on the bound": (
+        lambda: check.numbers("x", torch.tensor(0), "positive numbers", above=0),
+        "x is 0; expected positive numbers",
+    ),
+    "NaN among numbers": (
+        lambda: check.numbers("x", torch.tensor([0.5, math.nan]), "finite numbers"),
+        "x ranges from nan to nan; expected finite numbers",
+    ),
+    "infinity": (lambda: check.numbers("x", ONE / 0, "finite numbers"), "x is inf; expected fin"),
+    "a net": (lambda: check.function("f", nn.ReLU(), "a function"), "f is a ReLU; expected a fun"),
+    "a text for a list": (
+        lambda: check.listed("names", "a"),
+        r"names is 'a'; expected a list: names=\['a'\]",
+    ),
+    "a number for a list": (lambda: check.listed("x", 3), r"x is 3; expected a list: x=\[...\]"),
+    "no points": (lambda: check.points(0), "no point counts: look for NaN in targets"),
     "a shape of a list": (lambda: check.shape("x", [1], (1,)), "x is a list; expected a tensor"),
     "one of flags": (lambda: check.flags(x=True, y=None, z=0), "z is 0; expected True or False"),
     "words for numbers": (lambda: check.tensor("x", ["a"]), "x is a list; expected a tensor or nu"),
@@ -83,6 +118,15 @@ REFUSED = {
 def test_what_does_not_is_named(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+def test_shapes_of_any_dimensions_and_no_numbers_pass() -> None:
+    for x in (torch.ones(2, 1), torch.ones(2, 3, 4, 1)):
+        assert check.shape("x", x, ("n", ..., 1)) is x
+    empty = torch.ones(0)
+    assert check.numbers("x", empty, "positive numbers", above=0) is empty
+    with pytest.raises(RuntimeError, match="call fit"):
+        check.known(None, "there is nothing: call fit")
 
 
 class Draws(Protocol):

@@ -149,10 +149,9 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             The results of the members' fits, for the members that were left.
 
         Raises:
-            TypeError: `vectorize` with members or arguments that it does not support, such as
-                processes.
-            ValueError: `vectorize` with nets that `torch.vmap` does not support, or with members
-                that differ in more than the values of their tensors.
+            ValueError: `vectorize` with members or arguments that it does not support, such as
+                processes, with nets that `torch.vmap` does not support, or with members that
+                differ in more than the values of their tensors.
             RuntimeError: `resume` with nothing left to fit; another process has failed. Errors and
                 interrupts leave a member as it was before its fit, and earlier members fitted.
         """

@@ -263,9 +263,10 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
                 its output factor is a sum over outputs, as in a net with these noises.
 
         Raises:
-            ValueError: `noise` for another likelihood, or of another shape; several noises with
-                `curvature="fisher"` or `"empirical"`, which couple outputs, or with curvatures that
-                do not fit into memory; a site missing in `prior_precision`.
+            TypeError: `noise` for another likelihood.
+            ValueError: `noise` of another shape; several noises with `curvature="fisher"` or
+                `"empirical"`, which couple outputs, or with curvatures that do not fit into
+                memory; a site missing in `prior_precision`.
 
         Reference:
             [LA]; [T] 3.1.

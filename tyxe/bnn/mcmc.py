@@ -327,9 +327,9 @@ class MCMC_BNN(SamplePosterior):
             Values `(num_chains, ...)` by joint name.
 
         Raises:
-            TypeError: `init` is not one of those that `fit` takes.
-            ValueError: the number of starts is not `num_chains`; the start of a site is missing,
-                has another shape, is not finite, or has no density.
+            ValueError: `init` is not one of those that `fit` takes; the number of starts is not
+                `num_chains`; the start of a site is missing, has another shape, is not finite, or
+                has no density.
         """
         data = collect(self._to_fit(data_loader), device_for(self))
         with fitting(self, train=False):

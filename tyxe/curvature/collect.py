@@ -160,9 +160,8 @@ def collect_curvature(
 
     Raises:
         RuntimeError: another of the processes has failed.
-        ValueError: there is no batch, or no point that counts; outputs and targets do not fit the
-            likelihood; batches for which the net uses its sites differently; the curvature is not
-            finite.
+        ValueError: there is no point that counts; outputs and targets do not fit the likelihood;
+            batches for which the net uses its sites differently; the curvature is not finite.
     """
     with all_or_none(group):
         accumulator, numbers = _sums(linearize, likelihood, batches, structure, curvature, reduce)

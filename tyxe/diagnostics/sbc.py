@@ -158,8 +158,9 @@ def sbc(
         progress: show a bar; by default on a terminal only.
 
     Raises:
-        ValueError: a prior that cannot be sampled, or nothing to sample; a file of other settings;
-            another predictive, whose draws are independent between points.
+        NotImplementedError: a prior that cannot be sampled.
+        ValueError: nothing to sample; a file of other settings; another predictive, whose draws
+            are independent between points.
 
     References:
         Talts et al. 2018; Säilynoja, Bürkner, Vehtari 2022, for bands and p-values.
@@ -206,13 +207,13 @@ def _mean_output(outputs: Tensor, targets: Tensor) -> Tensor:
 def _kept(path: Any, told: Mapping[str, Any]) -> dict[int, list[int]]:
     if path is None or not Path(path).exists():
         return {}
-    saved = files.read(path)
-    if not isinstance(saved, dict) or "ranks" not in saved:
-        raise ValueError(f"{path} has no ranks that sbc has written: take another file")
+    found = files.read(path)
+    saved = found if isinstance(found, dict) else {}
     other = [name for name, value in told.items() if saved.get(name) != value]
     if other:
         raise ValueError(
-            f"{path} has ranks of other settings ({', '.join(other)}): take another file, or these"
+            f"{path} has no ranks of these settings ({', '.join(other)}): take another file, or "
+            "those that sbc has written there"
         )
     return dict(saved["ranks"])
 

@@ -108,7 +108,7 @@ class JointMarginal(OneEvent):
         site: one of its names.
 
     Raises:
-        ValueError: it has no such site.
+        KeyError: it has no such site.
     """
 
     def __init__(self, joint: JointDistribution, site: str) -> None:

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pyro
 import pyro.distributions as dist
@@ -269,17 +269,17 @@ class Guide(AnyGuide):
             RuntimeError: the state is of a guide that reads its parameters differently.
         """
         if (kind := of_bytes(state)) != self.kind:
-            raise of_another_kind(self.kind, kind)
+            refuse_another_kind(self.kind, kind)
 
     def __getstate__(self) -> dict[str, Any]:
         # The messages hold the prior's objects, and only the constructor uses them.
         return {**self.__dict__, "messages": {}}
 
 
-def of_another_kind(here: str, there: Any) -> RuntimeError:
-    """Return the error for a state of another guide than one's own, which has its kind."""
+def refuse_another_kind(here: str, there: Any) -> NoReturn:
+    """Raise a RuntimeError for a state of another guide than one's own, which has its kind."""
     other = there if isinstance(there, str) else "that of another kind of BNN"
-    return RuntimeError(f"the guide is {here} here and {other} in the state dict")
+    raise RuntimeError(f"the guide is {here} here and {other} in the state dict")
 
 
 def detached_together(posterior: Mapping[str, td.Distribution]) -> dict[str, td.Distribution]:

@@ -62,7 +62,7 @@ class AutoInducing(Guide):
         q_inducing: `"diagonal"` (FFG-U), `"full"` (FCG-U), `"matrix"` (a matrix normal) or
             `"ensemble"`: points; each training step uses one, and predictions cycle through all.
         options: all other options.
-        keywords: fields of `InducingOptions`, instead of `options`.
+        keywords: fields of `InducingOptions`, which replace those of `options`.
 
     Raises:
         TypeError: sizes that are not numbers; an unknown keyword.

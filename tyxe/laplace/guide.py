@@ -16,7 +16,7 @@ from tyxe.distributions import ParamBlocks
 from tyxe.distributions.normal import Point
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.files import as_bytes, as_state, of_bytes, of_state
-from tyxe.guides.base import AnyGuide, Guide, check_real, of_another_kind, sites_of
+from tyxe.guides.base import AnyGuide, Guide, check_real, refuse_another_kind, sites_of
 from tyxe.guides.init import init_to_net
 from tyxe.laplace.state import LaplaceState
 from tyxe.linalg import BlockDiagonal
@@ -119,7 +119,7 @@ class LaplaceGuide(AnyGuide):
         """Restore the curvature of `get_extra_state`; another structure is a RuntimeError."""
         self.state = self.loaded = None
         if not isinstance(saved := of_bytes(state), dict):
-            raise of_another_kind("that of a LaplaceBNN", saved)
+            refuse_another_kind("that of a LaplaceBNN", saved)
         if not saved:
             return
         found, layout = saved["structure"], {"blocks": saved["blocks"]}

@@ -241,13 +241,12 @@ def _for_each(noise: Tensor, own: Tensor) -> Tensor:
     """Return a noise for each of the likelihood's own, or raise where they do not fit."""
     for each in noise.detach().flatten():
         check.number("noise", each, above=0)
-    if noise.dim() and noise.shape != own.shape:
-        shape = tuple(noise.shape)
-        wanted = f"one number, or {tuple(own.shape)}, as the likelihood's scale"
-        if not own.dim():
-            wanted = (
-                "one number, as the likelihood's scale; for one of each output build it with "
-                f"several, HomoskedasticGaussian(..., scale=torch.full({shape}, 1.0))"
-            )
-        raise ValueError(f"noise has shape {shape}; expected {wanted}")
+    hint = ", as the likelihood's scale, or one number"
+    if not own.dim():
+        hint = (
+            ", one number, as the likelihood's scale; for one of each output build it with "
+            f"several, HomoskedasticGaussian(..., scale=torch.full({tuple(noise.shape)}, 1.0))"
+        )
+    if noise.dim():
+        check.shape("noise", noise, own.shape, hint)
     return noise.expand(own.shape)

@@ -30,9 +30,7 @@ class BlockDiagonal(Operator):
     Args:
         blocks: at least one operator, by name; blocks may be block-diagonal themselves.
 
-    Raises:
-        ValueError: two blocks differ in type or device. Errors of a block's methods have its name
-            in their message.
+    Errors of a block's methods have its name in their message.
 
     Example:
         >>> from tyxe.linalg import Dense, Diagonal
@@ -125,8 +123,7 @@ class Sum(Operator):
         terms: at least one operator, by name, all of one size.
 
     Raises:
-        ValueError: two terms differ in type or device; from methods that need an inverse, the sum
-            is too large.
+        ValueError: from methods that need an inverse, the sum is too large.
 
     Reference:
         [T] eq. 3.59, 3.63.

@@ -220,9 +220,6 @@ def calibration_and_entropy(
             points `(m, C)`, or None to leave them out.
         num_bins, min_count: of `calibration_curve`.
 
-    Raises:
-        ValueError: there are no results.
-
     References:
         Ritter and Karaletsos (2022), TyXe: Pyro-based Bayesian neural nets for PyTorch.
 

@@ -82,8 +82,8 @@ def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None)
             ignored. Last rows of NaN are tasks to come; a task is drawn if all runs finished it.
 
     Raises:
-        ValueError: there are no results; accuracies of another shape, without a finished task, or
-            with NaN among those of finished ones.
+        ValueError: accuracies of another shape, without a finished task, or with NaN among those
+            of finished ones.
 
     References:
         [T] fig. 5.4.

@@ -56,8 +56,9 @@ class selective_mask(_Selective):
         expose: names of the observed sites, usually `["likelihood.data"]`.
 
     Raises:
-        TypeError: the mask is not boolean, or `expose` is a string.
-        ValueError: the mask's shape is neither the batch's length nor that of the targets.
+        TypeError: `expose` is a string.
+        ValueError: the mask is not boolean, or its shape is neither the batch's length nor that of
+            the targets.
         RuntimeError: two masks around one site of a program that is not a likelihood; combine them.
 
     Example:

@@ -127,7 +127,8 @@ def regression_decomposition(
         Two variances for each target, `(n, ...)`; the total is the mixture's variance.
 
     Raises:
-        ValueError: a negative noise variance; shapes that do not fit.
+        ValueError: a negative noise variance.
+        RuntimeError: shapes that do not fit.
 
     References:
         Depeweg et al. (2018), Decomposition of uncertainty in Bayesian deep learning for efficient

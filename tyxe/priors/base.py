@@ -35,8 +35,8 @@ class Prior(ABC):
             such as `"bias"`), `{hide,expose}_fn` (`fn(module, name) -> bool`, with the full name).
 
     Raises:
-        TypeError: an unknown rule, or one of a wrong type.
-        ValueError: rules that contradict each other.
+        TypeError: a rule of a wrong type.
+        ValueError: an unknown rule, or rules that contradict each other.
     """
 
     def __init__(self, expose_all: bool = True, hide_all: bool = False, **rules: Any) -> None:

@@ -86,7 +86,7 @@ class LambdaPrior(Prior):
         rules: those of `Prior`, which choose the sites.
 
     Raises:
-        TypeError: not a function of three arguments.
+        TypeError: not a function.
 
     Example:
         A horseshoe, whose local scales are sites of the model too:

@@ -34,7 +34,7 @@ class WarmStart:
             all epochs are made.
 
     Raises:
-        TypeError, ValueError: `optim` is not callable; numbers out of range.
+        TypeError, ValueError: numbers out of range.
 
     Reference:
         Sommer et al. 2025, 3.2.
