@@ -66,7 +66,7 @@ WRONG_VALUES = [
     (lambda: mcmc(likelihood=LEARNT), "the likelihood has log_noise: pass its scale"),
     (lambda: mcmc(NUTS, likelihood=COUNTS), "discrete variables, which 'scale'"),
     (lambda: mcmc(prior=BinaryPrior()), "which '0.weight' has; use tyxe.VariationalBNN"),
-    (lambda: mcmc(module=net().bfloat16()), r"is in torch.bfloat16; use net.float\(\)"),
+    (lambda: mcmc(module=net().bfloat16()), r"is torch.bfloat16; .*use net.float\(\)"),
     (lambda: Categorical(N, event_dim=-1), "event_dim is -1; expected 0"),
     (lambda: make(nn.Sequential(nn.LazyLinear(3))), "run the net on a batch before"),
     (lambda: make(nn.Linear(2, 1, device="meta")), r"no values yet: .* net.to_empty\(device=...\)"),

@@ -182,11 +182,11 @@ def test_a_file_that_is_cut_during_a_run_is_an_error(resumed, tmp_path):
 
 
 OTHERS = {
-    "more samples": ([PAIR], 9, {}, "num_samples=6, not 9"),
-    "other chains": ([PAIR], 6, {"num_chains": 9}, "num_chains=4, not 9"),
-    "another warm-up": ([PAIR], 6, {"warmup_steps": 5}, "num_warmup=6, not 5"),
-    "another thinning": ([PAIR], 6, {"thinning": 7}, "thinning=1, not 7"),
-    "other data": ([(PAIR[0], PAIR[1] + 100)], 6, {}, "data and the dtype"),
+    "more samples": ([PAIR], 9, {}, "num_samples=9 in place of 6"),
+    "other chains": ([PAIR], 6, {"num_chains": 9}, "num_chains=9 in place of 4"),
+    "another warm-up": ([PAIR], 6, {"warmup_steps": 5}, "num_warmup=5 in place of 6"),
+    "another thinning": ([PAIR], 6, {"thinning": 7}, "thinning=7 in place of 1"),
+    "other data": ([(PAIR[0], PAIR[1] + 100)], 6, {}, "takes no other data"),
     "other starts": ([PAIR], 6, {"init": "net"}, "takes no init"),
 }
 

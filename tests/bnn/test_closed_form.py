@@ -122,7 +122,7 @@ def test_what_is_not_last_is_refused_at_the_first_call():
     module = bnn.to_ensemble(closed_form=True)
     with pytest.raises(RuntimeError, match="call the module once before an export"):
         torch.export.export(module, (X,))
-    with pytest.raises(RuntimeError, match="not the last operation"):
+    with pytest.raises(TypeError, match="not the last operation"):
         module(X)
 
 

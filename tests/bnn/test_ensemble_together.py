@@ -196,7 +196,7 @@ REFUSED = {
     "points": (lambda _: plain(), {"data": [(X, Y), TWICE]}, f"dataset_size={N}"),
     "numbers": (lambda _: plain(SCALED), {"data": [((X, 2.0), Y)]}, "batches of tensors alone"),
     "IVON": (lambda _: plain(), {"optim": IVON}, "IVON takes its own"),
-    "Pyro's clipping": (lambda _: plain(), {"optim": CLIPPED}, "pass clip_norm"),
+    "Pyro's clipping": (lambda _: plain(), {"optim": CLIPPED}, "but clip_norm"),
 }
 
 

@@ -291,7 +291,7 @@ def test_calibration_sets_that_are_too_small_say_how_many_are_needed():
             assert conformal.threshold is None
         assert SplitConformal("lac", level).fit(*probabilities(needed)).threshold > 0
     mean, scale = torch.zeros(8, 2), torch.ones(8, 2)
-    with pytest.raises(ValueError, match="and there are 8"):  # points of two numbers each
+    with pytest.raises(ValueError, match="points is 8"):  # points of two numbers each
         SplitConformal(level=0.9).fit((mean, scale), mean + 1)
 
 

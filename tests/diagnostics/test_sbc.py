@@ -167,7 +167,7 @@ def test_workers_and_files_change_nothing(tmp_path):
     assert again.ranks["f(1)"].tolist() == one.ranks["f(1)"][:4].tolist()
     more = sbc(make, learn, X, FUNCTIONS, 8, num_draws=9, path=tmp_path / "ranks")
     assert more.ranks["f(1)"][:6].tolist() == one.ranks["f(1)"].tolist()
-    with pytest.raises(ValueError, match=r"other settings \(num_draws, predictive\)"):
+    with pytest.raises(ValueError, match=r"no ranks of these settings \(num_draws, predictive\)"):
         sbc(make, learn, X, FUNCTIONS, 4, num_draws=19, predictive="glm", path=tmp_path / "ranks")
 
 

@@ -27,8 +27,8 @@ CLASSES = {
     "listed targets": ((PROBS, [0, 1]), TypeError, r"torch\.as_tensor\(targets\)"),
     "a column": ((PROBS, TARGETS[:, None]), ValueError, r"\(2, 1\); .*targets\.squeeze\(-1\)"),
     "one-hot": ((PROBS, torch.eye(2).long()), ValueError, r"targets\.argmax\(-1\)"),
-    "too large": ((PROBS, TARGETS + 1), ValueError, "over 1..2; expected 0..1 for 2 classes"),
-    "too small": ((PROBS, TARGETS - 1), ValueError, "over -1..0; expected 0..1"),
+    "too large": ((PROBS, TARGETS + 1), ValueError, "from 1 to 2; expected 0..1 for 2 classes"),
+    "too small": ((PROBS, TARGETS - 1), ValueError, "from -1 to 0; expected 0..1"),
 }
 NUMBERS = {
     "column": ((SCORES, 1.0, SCORES[:, None]), ValueError, r"targets\.reshape\(mean\.shape\)"),

@@ -1,7 +1,6 @@
 """Contracts of `tyxe.plotting`: what is drawn, on which axes, under which labels."""
 
 import math
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -68,14 +67,6 @@ def test_given_axes_are_drawn_on_and_a_figure_made_without(name):
     assert own.get_ylabel()
     own.figure.canvas.draw()
     assert np.asarray(own.figure.canvas.buffer_rgba()).std() > 0
-
-
-@pytest.mark.parametrize("name", DRAW)
-def test_missing_matplotlib_names_the_extra(name, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r'pip install -e "\.\[plot\]"'):
-        DRAW[name]()
 
 
 # --- numbers ------------------------------------------------------------------------------------

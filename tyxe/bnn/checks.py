@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import torch.distributions as td
@@ -111,11 +111,6 @@ def are_finite(inputs: Inputs) -> bool:
     ]
     # A sum is faster, and may be infinite where no number is.
     return all(bool(t.sum().isfinite()) or bool(t.isfinite().all()) for t in plain)
-
-
-def not_vectorized(why: str, error: Exception | None = None) -> NoReturn:
-    """Raise a ValueError that says why a net or a fit is not vectorized."""
-    raise ValueError(f"vectorize=True {why}: leave vectorize out") from error
 
 
 def check_exposes(bnn: Any, purpose: str) -> None:

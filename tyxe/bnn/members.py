@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.bnn.checks import not_vectorized
 from tyxe.bnn.laplace import LaplaceBNN
+from tyxe.bnn.passes import not_vectorized
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting, prior_fixed
 from tyxe.bnn.stacked import fit_stacked

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from tyxe import check, data
 from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, check_iterable, device_for, is_loader, on_device
-from tyxe.bnn.checks import not_vectorized
-from tyxe.bnn.passes import NetOnBatch, stacked, unstacked
+from tyxe.bnn.passes import NetOnBatch, not_vectorized, stacked, unstacked
 from tyxe.bnn.reading import look_at_sites
 from tyxe.bnn.replay import ReplayedDraws
 from tyxe.check import described

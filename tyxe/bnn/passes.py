@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,11 @@ from tyxe.predictive.prefix import SiteFreePrefix
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import exclusive, handlers
 from tyxe.util import Inputs, at_each, in_function_transform, kind_of_batch, same_numbers
+
+
+def not_vectorized(why: str, error: Exception | None = None) -> NoReturn:
+    """Raise a ValueError that says why a net or a fit is not vectorized."""
+    raise ValueError(f"vectorize=True {why}; leave vectorize out") from error
 
 
 def stacked(draws: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

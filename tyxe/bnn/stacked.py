@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe.bnn.batches import OwnBatches, device_for
 from tyxe.bnn.checkpoint import History
-from tyxe.bnn.checks import check_num_epochs, check_one_batch, not_vectorized, warn_of_size
+from tyxe.bnn.checks import check_num_epochs, check_one_batch, warn_of_size
 from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
 from tyxe.bnn.elbo import MeanWeight, Objective
+from tyxe.bnn.passes import not_vectorized
 from tyxe.bnn.trained import held_out_sums
 from tyxe.bnn.training import FitOptions, progress_bar
 from tyxe.check import described

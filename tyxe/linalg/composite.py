@@ -27,10 +27,10 @@ def _alike(parts: Mapping[str, Operator], what: str) -> dict[str, Operator]:
 class BlockDiagonal(Operator):
     """Named blocks over the parts of one vector, in their order; `S` has the blocks' roots.
 
+    Errors of a block's methods have its name in their message.
+
     Args:
         blocks: at least one operator, by name; blocks may be block-diagonal themselves.
-
-    Errors of a block's methods have its name in their message.
 
     Example:
         >>> from tyxe.linalg import Dense, Diagonal
