@@ -30,7 +30,13 @@ from tests.oracles.inducing import (
 from tyxe.bnn import elbo_terms
 from tyxe.distributions import JointMarginal
 from tyxe.distributions.inducing_formulas import conditional_divergence
-from tyxe.guides import AutoInducing, AutoNormal, parameter_count, prune_inducing_
+from tyxe.guides import (
+    AutoInducing,
+    AutoNormal,
+    InducingOptions,
+    parameter_count,
+    prune_inducing_,
+)
 from tyxe.priors import DictPrior, IIDPrior, LayerwiseNormalPrior
 from tyxe.testing import check_guide
 
@@ -110,6 +116,9 @@ def test_starts_and_kinds():
     }
     named = AutoInducing(program(nn.ModuleDict({"scale": nn.Linear(9, 9)})), 2, 2)
     assert named.parameter_kinds()["row_maps.scale.weight"] == "loc"
+    options = InducingOptions(max_lambda=0.5)
+    replaced = AutoInducing(program(wide_net()), 4, 5, options=options, max_scale_u=0.1)
+    assert replaced.options == InducingOptions(max_lambda=0.5, max_scale_u=0.1)
 
 
 def variance_of_u(guide):
