@@ -29,7 +29,6 @@ from tyxe.laplace.gaussian_prior import PriorPrecision, with_precision
 from tyxe.laplace.state import warn_of_rounding, with_noise
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import NotPositiveDefiniteError
-from tyxe.linalg.checks import check_finite
 from tyxe.linalg.lanczos import logdet_by_quadrature
 from tyxe.priors import DictPrior, Prior
 from tyxe.priors.single_weights import diagonal_posterior
@@ -203,7 +202,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         process_group: Any = None,
     ) -> Curvature:
         for name, value in self.net_guide.values().items():
-            check_finite(value, name)
+            check.numbers(name, value, "finite numbers, which a mode has")
         device = device_for(self, device)
 
         def batches(progress: bool | None = False) -> Iterable[Any]:

@@ -68,7 +68,8 @@ class LaplacePosterior(SupervisedBNN):
                 "the Laplace approximation takes a likelihood without variables of its own: pass "
                 "the noise as a number, and choose it by log_marginal_likelihood(noise=...)"
             )
-        check_exposes(self, "approximate: hide less, such as by expose_modules=[net.last_layer]")
+        less = "hide less, such as by expose_modules=[net.last_layer] without expose_all=False"
+        check_exposes(self, f"approximate: {less}")
         self._curvature = curvature
         self._temperature, self._options = temperature, options
         gaussian = self._gaussian_prior(self.net_prior)

@@ -16,7 +16,6 @@ from tyxe.diagnostics.case import Case
 from tyxe.diagnostics.report import ANY, Line
 from tyxe.distributions import JointDistribution
 from tyxe.guides import Guide
-from tyxe.linalg.checks import check_finite
 from tyxe.metrics.checks import check_real
 
 FEWEST = 5
@@ -51,7 +50,7 @@ def pareto_k(log_ratios: Tensor) -> float:
     """
     ratios = check_real("log_ratios", log_ratios).double()
     check.shape("log_ratios", ratios, ("S",))
-    check_finite(ratios, "log_ratios")
+    check.numbers("log_ratios", ratios, "finite numbers")
     size = check.count("the number of log_ratios", len(ratios), 25, ", better 1,000")
     tail = math.ceil(min(0.2 * size, 3 * size**0.5))
     # As logarithms below the largest.

@@ -15,7 +15,6 @@ from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.guides.base import Guide, Site, check_real
 from tyxe.guides.init import init_to_net
 from tyxe.linalg import Inverse, LowRank
-from tyxe.linalg.checks import check_finite
 from tyxe.util import SiteTensors, at_least_float32, with_float32
 
 # Of a weight that has not moved.
@@ -65,7 +64,7 @@ class SWAGGuide(Guide):
     def collect(self, values: Mapping[str, Tensor]) -> None:
         """Take a snapshot of values by joint name; one that is not finite is a ValueError."""
         for name, value in values.items():
-            check_finite(value, name)
+            check.numbers(name, value, "finite numbers")
         if self.ended:
             self.reset()
         before = self.blocks.flatten(values).to(self.mean) - self.mean

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.likelihoods.reductions import mean_over
-from tyxe.linalg.checks import check_non_negative
 from tyxe.util import at_least_float32
 
 
@@ -140,7 +139,7 @@ def regression_decomposition(
     """
     means = at_least_float32(means)
     noise = check.tensor("noise_variance", noise_variance, dtype=means.dtype, device=means.device)
-    check_non_negative(noise, "noise_variance")
+    check.numbers("noise_variance", noise, "variances", least=0)
     spread = (means - mean_over(means, 0, weights)).square()
     noises = noise.expand_as(means)
     return VarianceDecomposition(mean_over(noises, 0, weights), mean_over(spread, 0, weights))
