@@ -672,5 +672,5 @@ def test_weights_that_are_no_weights_are_errors():
     with pytest.raises(ValueError, match="Negative values in data passed to `sample_weight`"):
         BayesianRegressor(**SHORT).fit(*regression(), -np.ones(40))
     x, y = classes()
-    with pytest.raises(ValueError, match="classes in y is 1; expected 2 or more, and y has no"):
+    with pytest.raises(ValueError, match="is 1; expected 2 or more: y has only 1 class, no"):
         BayesianClassifier(**SHORT).fit(x, y, y == "no")

@@ -109,7 +109,7 @@ def test_variances_in_bfloat16_are_off_by_their_rounding(name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int32])
 def test_a_variance_type_without_range_is_refused(dtype):
-    with pytest.raises(ValueError, match=r"expected torch.bfloat16 or a wider"):
+    with pytest.raises(ValueError, match="squares of small scales underflow"):
         local_reparameterization(variance_dtype=dtype)
 
 

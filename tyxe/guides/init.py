@@ -101,7 +101,7 @@ def init_to_net(site: Message | None = None) -> Any:
         return init_to_median(site)
     own = own.detach()
     expected = "finite numbers: fix the net, or pass init_loc_fn=tyxe.guides.init_to_median"
-    check.numbers(f"the net's {site['name']}", own, expected)
+    check.numbers(f"the net's {site.get('name')}", own, expected)
     allowed = elementwise(site["fn"].support).check(own)
     if bool(allowed.all()):
         return own.clone()
@@ -212,7 +212,7 @@ def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
         except NotImplementedError:
             variance = torch.tensor(math.nan, device="cpu")
         expected = "finite numbers to start below: pass numbers as init_scale"
-        check.numbers(f"the prior's variance of {site['name']!r}", variance, expected, above=0)
+        check.numbers(f"the prior's variance of {site.get('name')!r}", variance, expected, above=0)
         return variance.sqrt() * math.exp(log_ratio)
 
     return start

@@ -410,7 +410,8 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
     def _targets(self, y: Any, weights: Any) -> tuple[Tensor, int, Likelihood, dict[str, Any]]:
         classes, codes = np.unique(y, return_inverse=True)
         named = ", ".join(map(str, classes[:2]))
-        check.count("the number of classes in y", len(classes), 2, f", and y has {named}")
+        hint = f": y has only {len(classes)} class, {named}"
+        check.count("the number of classes in y", len(classes), 2, hint)
         return torch.as_tensor(codes), len(classes), Categorical(), {"classes_": classes}
 
     def _calibration(self, bnn: Any, kept: list[Tensor], seed: int) -> dict[str, Any]:
