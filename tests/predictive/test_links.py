@@ -143,6 +143,14 @@ def test_probit_of_a_class_that_the_net_masks():
     torch.testing.assert_close(links.log_probit(mean, covariance).exp(), expected)
 
 
+def test_bridge_refuses_masked_classes():
+    mean, covariance = torch.tensor([[0.0, 1.0, -torch.inf]]), torch.eye(3)[None]
+    with pytest.raises(ValueError, match="take link='probit' or 'mc'"):
+        links.log_bridge(mean, covariance)
+    for link in (links.log_probit, links.log_mc):
+        assert torch.equal(link(mean, covariance).exp()[0, 2], torch.tensor(0.0))
+
+
 def test_bridge_inverts_the_map_from_dirichlets_to_logits():
     # The other direction: mu_k = log alpha_k - mean log alpha, with covariance
     # diag(1/alpha) - (1/C)(1/alpha_k + 1/alpha_l) + 1/C^2 sum 1/alpha, singular along the ones.
