@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 
 import tyxe
@@ -69,6 +70,19 @@ def test_of_numbers(is_predicted):
     inside = float(metrics.interval_coverage(mean, scale, y, 0.9))
     assert found["coverage of 90 %"] == pytest.approx(inside)
     assert found["quantile calibration error"] >= 0
+
+
+@pytest.mark.parametrize("df", [2.1, 4.0, 100.0])
+def test_numbers_with_heavy_tails_have_the_calibration_of_their_own_distribution(df):
+    model = bnn(likelihoods.StudentT(40, scale=0.5, df=df), 1).double()
+    x, y = X.double(), 2.0 * X[:, :1].double()
+    found = scores(model, halves(x, y), 0)
+    shares = stats.t.cdf(y.numpy(), df, model.predict(x, num_predictions=0)[0].numpy(), 0.5)
+    pit = torch.from_numpy(shares)
+    expected = float(metrics.quantile_calibration_error(pit))
+    assert found["quantile calibration error"] == pytest.approx(expected, rel=1e-4)
+    inside = float(((pit - 0.5).abs() < 0.45).double().mean())
+    assert found["coverage of 90 %"] == pytest.approx(inside)
 
 
 def test_of_an_ensemble():

@@ -18,7 +18,8 @@ from tyxe.bnn.batches import all_batches, check_iterable, copied, device_for
 from tyxe.bnn.scoring import Predicted, predicted, weights_of
 from tyxe.data import Unpack
 from tyxe.errors import TyxeWarning
-from tyxe.likelihoods.base import Likelihood
+from tyxe.likelihoods import Likelihood, StudentT
+from tyxe.metrics import gaussian_pit
 from tyxe.poutine import local_reparameterization
 
 
@@ -130,3 +131,20 @@ def log_likelihoods(bnn: Any, batches: list[Any], **options: Any) -> Tensor:
 def mixed(logs: Tensor) -> Tensor:
     """Return the log-likelihoods of points under the mixture over draws."""
     return logs.logsumexp(0) - math.log(len(logs)) if logs.dim() == 2 else logs
+
+
+def integral_transform(judged: Predicted) -> tuple[Tensor, Tensor | None]:
+    """Return how probable it is to be below each number that counts, `(m,)`, and their counts."""
+    mean, scale, y, counts = judged.numbers()
+    if not isinstance(judged.likelihood, StudentT):
+        return gaussian_pit(mean, scale, y), counts
+    df = judged.likelihood.df
+    # With t = sqrt(df) tan(a), the density of a is proportional to cos(a)^(df - 1).
+    angles = torch.linspace(0, math.pi / 2, 4097, dtype=torch.float64, device=y.device)
+    below = torch.cumulative_trapezoid(angles.cos() ** (df - 1), angles)
+    below = torch.cat([torch.zeros_like(below[:1]), below / below[-1]])
+    t = (y - mean).double() / scale * math.sqrt(df / (df - 2))
+    places = (t.abs() / math.sqrt(df)).atan() / angles[1]
+    index = places.long().clamp(max=len(below) - 2)
+    shares = below[index].lerp(below[index + 1], places - index)
+    return (0.5 + 0.5 * t.sign() * shares).to(mean), counts

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tyxe import check, metrics
+from tyxe import check
 from tyxe.bnn import EnsembleBNN
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.data import Unpack
 from tyxe.diagnostics import held_out as of_predictions
 from tyxe.diagnostics import inference
-from tyxe.diagnostics.case import Case, members_of
+from tyxe.diagnostics.case import Case, integral_transform, members_of
 from tyxe.diagnostics.chains import chains
 from tyxe.diagnostics.errors import errors, members
 from tyxe.diagnostics.report import Line, Report
@@ -120,6 +120,5 @@ def _of_members(case: Case) -> list[Line]:
 def _to_draw(case: Case) -> tuple[Tensor | None, ...]:
     judged = case.predicted
     if judged.kind == "numbers":
-        mean, scale, y, weights = judged.numbers()
-        return metrics.gaussian_pit(mean, scale, y), weights
+        return integral_transform(judged)
     return judged.classes() if judged.kind == "classes" else ()

@@ -14,9 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe import metrics
 from tyxe.bnn import DropoutBNN, VariationalBNN
+from tyxe.bnn.scoring import Predicted
 from tyxe.check import described
 from tyxe.data import Targets
-from tyxe.diagnostics.case import Case, log_likelihoods, members_of, mixed, spared
+from tyxe.diagnostics.case import (
+    Case,
+    integral_transform,
+    log_likelihoods,
+    members_of,
+    mixed,
+    spared,
+)
 from tyxe.diagnostics.report import ANY, Line, above, below
 from tyxe.guides import Guide
 from tyxe.metrics.checks import average
@@ -105,7 +113,7 @@ def calibration(case: Case) -> Iterator[Line]:
         rates = torch.zeros_like(probs[0]).index_add(0, y, mass).double()
         constant = float(torch.special.xlogy(rates, rates / rates.sum()).sum() / rates.sum())
     elif judged.kind == "numbers":
-        yield from _of_numbers(*judged.numbers())
+        yield from _of_numbers(judged)
         constant = _of_normal(judged.targets)
     else:
         return
@@ -146,12 +154,13 @@ def _of_classes(probs: Tensor, y: Tensor, weights: Tensor | None) -> Iterator[Li
     )
 
 
-def _of_numbers(mean: Tensor, scale: Tensor, y: Tensor, weights: Tensor | None) -> Iterator[Line]:
-    pit = metrics.gaussian_pit(mean, scale, y)
+def _of_numbers(judged: Predicted) -> Iterator[Line]:
+    pit, weights = integral_transform(judged)
     error = partial(metrics.quantile_calibration_error, weights=weights)
     limit = _limit([error(torch.rand_like(pit)) for _ in range(SIMULATED)])
-    is_wide = bool(metrics.interval_coverage(mean, scale, y, 0.9, weights) > 0.9)
-    yield Line("mean standard deviation of predictions", float(average(scale, weights)))
+    is_wide = bool(average(((pit - 0.5).abs() < 0.45).to(pit), weights) > 0.9)
+    scale = average(judged.numbers()[1], weights)
+    yield Line("mean standard deviation of predictions", float(scale))
     yield Line(
         "quantile calibration error",
         float(error(pit)),

@@ -11,8 +11,10 @@ from tyxe import check, metrics
 from tyxe.bnn import EnsembleBNN
 from tyxe.bnn.batches import all_batches, device_for
 from tyxe.bnn.predict import SupervisedBNN
-from tyxe.bnn.scoring import predicted
+from tyxe.bnn.scoring import Predicted, predicted
 from tyxe.data import Unpack
+from tyxe.diagnostics.case import integral_transform
+from tyxe.metrics.checks import average
 from tyxe.rng import set_torch_rng, torch_rng
 
 
@@ -38,7 +40,8 @@ def scores(
     For any likelihood: `"log-likelihood"`, nats per point, and `"error"` per point, as in
     `evaluate`. For classes also the calibration errors, Brier score and AURC; for numbers
     `(mean, scale)` RMSE, CRPS, coverage and score of 90 % intervals and the quantile calibration
-    error. Points count by their weights, and missing numbers are left out.
+    error. CRPS and the score of intervals are of a Normal with this mean and scale. Points count by
+    their weights, and missing numbers are left out.
 
     Args:
         bnn: any BNN with a likelihood, or an `EnsembleBNN`.
@@ -68,7 +71,7 @@ def scores(
     if judged.kind == "classes":
         found |= _of_classes(*judged.classes())
     elif judged.kind == "numbers":
-        found |= _of_numbers(*judged.numbers())
+        found |= _of_numbers(judged)
     return found
 
 
@@ -82,13 +85,14 @@ def _of_classes(probs: Tensor, y: Tensor, weights: Tensor | None) -> dict[str, f
     return {name: float(metric(probs, y, weights=weights)) for name, metric in each.items()}
 
 
-def _of_numbers(mean: Tensor, scale: Tensor, y: Tensor, weights: Tensor | None) -> dict[str, float]:
+def _of_numbers(judged: Predicted) -> dict[str, float]:
+    mean, scale, y, weights = judged.numbers()
     half = 1.6448536 * scale  # of a normal's 90 %
-    pit = metrics.gaussian_pit(mean, scale, y)
+    pit, _ = integral_transform(judged)
     found = {
         "RMSE": metrics.rmse(mean, y, weights),
         "CRPS": metrics.crps_gaussian(mean, scale, y, weights),
-        "coverage of 90 %": metrics.interval_coverage(mean, scale, y, 0.9, weights),
+        "coverage of 90 %": average(((pit - 0.5).abs() <= 0.45).to(pit), weights),
         "interval score, 90 %": metrics.interval_score(mean - half, mean + half, y, 0.9, weights),
         "quantile calibration error": metrics.quantile_calibration_error(pit, weights=weights),
     }
