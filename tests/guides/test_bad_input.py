@@ -184,6 +184,12 @@ def test_a_builder_that_fails_is_named(builder, error, message):
     assert is_clear(caught.value)
 
 
+@pytest.mark.parametrize("builder", [autoguide.AutoNormal, autoguide.AutoMultivariateNormal])
+def test_pyros_guides_of_discrete_sites_are_refused(builder):
+    with pytest.raises(ValueError, match=r"'net.weight' is discrete; .*AutoBernoulli"):
+        PyroGuide.build(builder, program(prior=tyxe.priors.BinaryPrior()))
+
+
 def test_a_guide_that_draws_in_another_dtype_is_refused():
     double = program(nn.Linear(3, 2).double())
     message = "draws 'net.weight' in torch.float32, which is in torch.float64; .* net in"

@@ -70,6 +70,7 @@ REFUSED = [
     (lambda: of(DictPrior(ENTRIES), 3), ValueError, r"'weight' has shape \(1, 2\), but"),
     (lambda: DictPrior([WEIGHT]), TypeError, "a list; expected distributions by name"),
     (lambda: LambdaPrior(3), TypeError, "fn is 3; expected a function of"),
+    (lambda: LambdaPrior(lambda a, b: 1), TypeError, r"function of \(name, module, param\)"),
     (lambda: of(LambdaPrior(lambda *_: None)), TypeError, "prior of 'weight' is None; expected"),
     (lambda: of(LambdaPrior(lambda *_: NORMAL)), ValueError, "expand the distribution to that"),
     (lambda: LayerwiseNormalPrior("he"), ValueError, "expected one of 'radford', 'xavier', 'ka"),

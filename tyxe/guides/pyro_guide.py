@@ -21,6 +21,7 @@ from pyro.infer.autoguide import (
     AutoGuide,
     AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
+    AutoNormal,
     AutoStructured,
 )
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
@@ -140,6 +141,10 @@ class PyroGuide(AnyGuide):
             "which the BNN calls"
         )
         check.function("the guide's builder", builder, expected)
+        kind, _ = unwrapped(builder)
+        if isinstance(kind, type) and issubclass(kind, AutoContinuous | AutoNormal):
+            with torch_rng_kept():
+                sites_of(module)  # which says of a discrete one what to take
         names = _kept_apart(module) if _has_part_of_each(builder) else {}
         program = _Renamed(names)(module) if names else module
         with module_local_params(), only_handlers(()):

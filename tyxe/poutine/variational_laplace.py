@@ -22,10 +22,13 @@ from tyxe.poutine import second_order
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.poutine.second_order import CURVATURES, NONSMOOTH, WITHOUT_SECOND_DERIVATIVE
 
-CONFLICT = (
-    "variational_laplace runs the net at its guide's means, and another handler around it samples "
-    "the same sites: use one of them, such as local_reparameterization, at a time"
-)
+
+def _check_alone(is_alone: bool) -> None:
+    if not is_alone:
+        raise RuntimeError(
+            "variational_laplace runs the net at its guide's means, and another handler around it "
+            "samples the same sites: use one of them, such as local_reparameterization, at a time"
+        )
 
 
 @effectful(type="epoch")
@@ -105,8 +108,7 @@ class variational_laplace(Messenger):
 
     def __enter__(self) -> variational_laplace:
         """Raise if another handler that samples inside the net is active."""
-        if draws_are_lazy():
-            raise RuntimeError(CONFLICT)
+        _check_alone(not draws_are_lazy())
         super().__enter__()
         self._plain = ExitStack()
         # Fused attention has no second derivative.
@@ -160,8 +162,7 @@ class variational_laplace(Messenger):
             )
         if not isinstance(value, Draw):
             return  # values that the caller chose
-        if value._source not in self._made:
-            raise RuntimeError(CONFLICT)
+        _check_alone(value._source in self._made)
         fn = value._source.distribution
         moments = None if fn is None else independent_moments(fn)
         assert moments is not None  # of a Gaussian, as all that are made here

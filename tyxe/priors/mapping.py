@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch.distributions as td
@@ -86,7 +87,7 @@ class LambdaPrior(Prior):
         rules: those of `Prior`, which choose the sites.
 
     Raises:
-        TypeError: not a function.
+        TypeError: not a function of three arguments.
 
     Example:
         A horseshoe, whose local scales are sites of the model too:
@@ -108,7 +109,14 @@ class LambdaPrior(Prior):
         self, fn: Callable[[str, nn.Module, nn.Parameter], SitePrior], **rules: Any
     ) -> None:
         super().__init__(**rules)
-        self.fn = check.function("fn", fn, "a function of (name, module, param)")
+        check.function("fn", fn, "a function of (name, module, param)")
+        try:
+            signature(fn).bind("", None, None)
+        except TypeError:
+            raise TypeError(
+                f"fn takes {signature(fn)}; expected a function of (name, module, param)"
+            ) from None
+        self.fn = fn
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:
         return self.fn(name, module, param)
