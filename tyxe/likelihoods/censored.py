@@ -54,9 +54,8 @@ class Censored(Likelihood):
     shape_hint = "make them by censored_targets(values, left=, right=)"
 
     def __init__(self, base: Likelihood) -> None:
-        check.one_of("base", base, Likelihood, "a likelihood of numbers")
-        if base.has_classes or isinstance(base, Joint | Censored):
-            raise TypeError(f"base is a {type(base).__name__}; expected a likelihood of numbers")
+        is_other = isinstance(base, Joint | Censored) or getattr(base, "has_classes", False)
+        check.one_of("base", base, () if is_other else Likelihood, "a likelihood of numbers")
         super().__init__(base._dataset_size, base.event_dim, base.prefix)
         self.base = base
         self.has_squared_errors = base.has_squared_errors
