@@ -237,3 +237,9 @@ def test_memory_has_one_limit_and_each_device_its_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr(check, "_memory_of", lambda device: 2**30)
     with pytest.raises(ValueError, match="the limit of cpu is 1 GiB"):
         check.memory("a matrix", 2**31, "use less", torch.device("cpu"))
+
+
+def test_what_an_extra_installs_is_named() -> None:
+    assert check.installed("math", "plot") is math
+    with pytest.raises(ImportError, match=r"No module named 'none_such': .* \"\.\[plot\]\"$"):
+        check.installed("none_such.part", "plot")

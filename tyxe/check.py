@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import math
 import operator
@@ -194,6 +195,14 @@ def known(value: T | None, hint: str) -> T:
     if value is None:
         raise RuntimeError(hint)
     return value
+
+
+def installed(module: str, extra: str) -> Any:
+    """Return a module of an optional extra, or raise an ImportError that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f'{error}: pip install -e ".[{extra}]"') from error
 
 
 def flag(name: str, value: Any) -> bool:

@@ -142,8 +142,7 @@ class SamplePosterior(SupervisedBNN):
         Raises:
             ImportError: ArviZ is not installed.
         """
-        import arviz  # of the extra `mcmc`
-
+        arviz = check.installed("arviz", "mcmc")
         self.get_samples()
         if inputs is None:
             posterior = {name: value.cpu().numpy() for name, value in self.samples.items()}

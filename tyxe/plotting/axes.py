@@ -34,9 +34,7 @@ def look_of(index: int) -> tuple[str, str]:
 
 def pyplot() -> Any:
     """Return matplotlib's pyplot, of the extra `plot`."""
-    import matplotlib.pyplot as plt
-
-    return plt
+    return check.installed("matplotlib.pyplot", "plot")
 
 
 def axes(ax: "Axes | None") -> "Axes":

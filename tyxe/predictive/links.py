@@ -85,11 +85,7 @@ def bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:
     only centred. `alpha` itself overflows for logits far apart.
     """
     mean, covariance = _check_classes(mean, covariance)
-    if bool(mean.isneginf().any()):
-        raise ValueError(
-            "link='bridge' has no Dirichlet for logits of -inf, by which the net masks a class: "
-            "take link='probit' or 'mc'"
-        )
+    check.numbers("logits", mean, "finite ones by link='bridge': take link='probit' or 'mc'")
     mu, variances = zero_sum_projection(mean, covariance)
     num_classes = mean.shape[-1]
     spread = mu - 2 * math.log(num_classes) + (-mu).logsumexp(-1, keepdim=True)
