@@ -148,6 +148,19 @@ def test_points_of_weight_zero_and_batches_without_weights_count_as_they_are(wei
     assert value(bnn) == pytest.approx(expected, abs=0.02)
 
 
+def test_a_batch_with_weights_may_follow_one_with_missing_targets():
+    x, y, weights = weighted()
+    y = torch.where(torch.arange(N)[:, None] % 4 == 0, torch.nan, y)
+    given = torch.cat([torch.ones(200), weights[200:]])
+    some = [(x[:200], y[:200]), (x[200:], y[200:], weights[200:])]
+    each = [(x[:200], y[:200], given[:200]), (x[200:], y[200:], given[200:])]
+    found = []
+    for data in (some, each):
+        torch.manual_seed(0)
+        found.append(by_fit(of_mean(), data))
+    assert found[0] == pytest.approx(found[1])
+
+
 def test_a_loss_that_makes_no_step_counts_no_weights():
     x, y, weights = weighted()
     module = tyxe.Trainable(of_mean())

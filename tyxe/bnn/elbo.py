@@ -126,9 +126,8 @@ class MeanWeight:
         return torch.stack([counts.sum(), points.to(counts).sum()]).tolist()
 
     def of_batch(self, targets: Any) -> list[float]:
-        """Return `of` a batch that is a step of its own; without weights it is not looked at."""
-        has_weights = isinstance(targets, Targets) and targets.has_weights
-        return self.of(targets) if has_weights else [float(len(targets))] * 2
+        """Return `of` a batch that is a step of its own; plain targets are not looked at."""
+        return self.of(targets) if isinstance(targets, Targets) else [float(len(targets))] * 2
 
     def load(self, weight: float, points: float) -> float | None:
         """Return how much a step's points weigh in units of those of all steps, itself included.

@@ -257,7 +257,7 @@ class Trainer:
             terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach())
             data = data + terms.data * terms.points
             kl = kl + terms.kl * terms.points
-            points += terms.points
+            points = points + terms.points
             if self._bar.update(len(group)):  # it has been drawn, and so are its numbers
                 self._show(epoch, terms.data, terms.kl, beta, refresh=True)
             if isinstance(callback, Callback):
