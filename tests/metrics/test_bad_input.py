@@ -1,6 +1,7 @@
 """Metrics refuse what is no probability, target, score, weight or Gaussian."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -63,6 +64,13 @@ OTHERS = {
     "more weights": (metrics.rmse, (SCORES, SCORES, torch.ones(3)), r"pass mask\.float\(\)"),
     "negative weights": (metrics.rmse, (SCORES, SCORES, -torch.ones(2)), "expected counts"),
     "no weights": (metrics.rmse, (SCORES, SCORES, torch.zeros(2)), "at weights of 0"),
+    "no weights of ranks": (
+        *(metrics.aurc, (PROBS, TARGETS, None, torch.zeros(2)), "at weights of 0"),
+    ),
+    "no weights of bins": (
+        partial(metrics.expected_calibration_error, weights=torch.zeros(2)),
+        *((PROBS, TARGETS), "at weights of 0"),
+    ),
     "nothing known": (
         metrics.rmse,
         (SCORES, torch.tensor([0.0, math.nan]), torch.tensor([0.0, 1.0])),

@@ -85,7 +85,8 @@ def check_weights(weights: Tensor, values: Tensor) -> Tensor:
     weights = check_real("weights", check.tensor("weights", weights).to(values))
     hint = ", one for each point: pass mask.float() to leave some out"
     check.shape("weights", weights, values.shape[:1], hint)
-    return check.numbers("weights", weights, "counts", least=0)
+    check.points(float(check.numbers("weights", weights, "counts", least=0).sum()))
+    return weights
 
 
 def average(values: Tensor, weights: Tensor | None, known: Tensor | None = None) -> Tensor:
