@@ -9,7 +9,9 @@ from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import tyxe
-from tyxe.samplers import SGHMC
+from tyxe.bnn.batches import batches_of
+from tyxe.bnn.potential import BatchPotential, Potential
+from tyxe.samplers import SGHMC, batched
 
 N = 400
 NOTHING = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
@@ -133,15 +135,15 @@ def test_chains_by_mini_batches_have_the_mean_of_all_points():
 
 
 @pytest.mark.filterwarnings("ignore:an epoch had")
-@pytest.mark.parametrize("weighted", ["all", "some"])
+@pytest.mark.parametrize("weighted", ["all", "missing", "some"])
 def test_points_of_weight_zero_and_batches_without_weights_count_as_they_are(weighted):
     """The mode of a mean of four points at 1, and of four that are absent or at 0."""
     x, one = torch.ones(1, 1), torch.ones(1)
-    if weighted == "all":
-        data, expected = [(x, x, one), (x, 0 * x, 0 * one)] * 4, 4 / 5
-    else:
-        data, expected = [(x, x, 3 * one), (x, 0 * x)] * 4, 12 / 17
-    size = 4 if weighted == "all" else 16
+    data, expected, size = {
+        "all": ([(x, x, one), (x, 0 * x, 0 * one)] * 4, 4 / 5, 4),
+        "missing": ([(x, x), (x, torch.nan * x)] * 4, 4 / 5, 4),  # 2/3 by means of each batch
+        "some": ([(x, x, 3 * one), (x, 0 * x)] * 4, 12 / 17, 16),
+    }[weighted]
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(size, scale=1.0)
     bnn = tyxe.VariationalBNN(nn.Linear(1, 1, bias=False), NORMAL, likelihood, AutoDelta)
     bnn.fit(data, functools.partial(torch.optim.SGD, lr=0.01), 300)
@@ -174,3 +176,35 @@ def test_a_loss_that_makes_no_step_counts_no_weights():
     module((x[:4], y[:4], 50 * weights[:4]))
     module.train()
     assert module((x[:4], y[:4], weights[:4])).item() == pytest.approx(expected)
+
+
+ABSENT = torch.arange(40) % 8 < 5
+LOGITS = tyxe.likelihoods.Categorical(15, ignore_index=-1)
+NUMBERS = tyxe.likelihoods.HomoskedasticGaussian(15, scale=0.1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("kind", ["missing", "weight of zero", "ignored"])
+def test_batches_with_points_that_are_absent_tell_the_gradient_of_all(kind, size):
+    """In the mean over an epoch, of the log-likelihood of those that are there."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 40, 2, generator=generator)
+    columns = {
+        "missing": (x, torch.where(ABSENT, torch.nan, y[:, 0])[:, None]),
+        "weight of zero": (x, y[:, :1], (~ABSENT).float()),
+        "ignored": (x, torch.where(ABSENT, -1, (y[:, 0] > 0).long())),
+    }[kind]
+    likelihood = LOGITS if kind == "ignored" else NUMBERS
+    net = nn.Linear(2, 2 if kind == "ignored" else 1)
+    bnn = tyxe.MCMC_BNN(net, NORMAL, likelihood, SGHMC(lr=0.1))
+    whole, batches = (
+        bnn._to_fit([*zip(*(part.split(each) for part in columns), strict=True)], None)
+        for each in (40, size)
+    )
+    potential = Potential(bnn, *next(iter(batches_of(whole))))
+    start = torch.linspace(-1, 1, sum(potential.blocks.sizes))[None]
+    _, expected = batched(potential.at, start)(start)
+    estimates = BatchPotential(potential, start, batches, None)
+    estimates._weights[0].sums = [15e9, 40e9]  # as after many epochs
+    found = [estimates(start)[1] for _ in range(40 // size)]
+    torch.testing.assert_close(torch.stack(found).mean(0), expected)

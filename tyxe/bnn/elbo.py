@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pyro.poutine as poutine
@@ -13,7 +12,6 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.data import Targets
 from tyxe.distributions import independent_moments
 from tyxe.guides.kl import is_joint, log_prob_of, sum_of_kls
 from tyxe.poutine import Draw
@@ -106,10 +104,11 @@ def draw_terms(
 
 
 class MeanWeight:
-    """How much points weigh on average in the steps so far, in fits of weighted points.
+    """How much points weigh on average in the steps so far, where some have weights or are missing.
 
     A data term is a mean by the weights of its batch. Where these are heavier than others, each
     point would count for less than in another batch, and small batches would lose the weights.
+    Likewise a point beside missing ones would count for more.
     """
 
     def __init__(self, likelihood: Any) -> None:
@@ -117,17 +116,9 @@ class MeanWeight:
         self.sums = [0.0, 0.0]  # of weights, and of points
 
     def of(self, targets: Any) -> list[float]:
-        """Return the sum of a batch's weights, and its number of points, those of 0 included."""
-        found = self._likelihood.observed(targets)
-        counts, points = found.counts(), replace(found, weights=None).counts()
-        if counts is None:
-            return [float(len(targets))] * 2
-        points = torch.ones_like(counts) if points is None else points
-        return torch.stack([counts.sum(), points.to(counts).sum()]).tolist()
-
-    def of_batch(self, targets: Any) -> list[float]:
-        """Return `of` a batch that is a step of its own; plain targets are not looked at."""
-        return self.of(targets) if isinstance(targets, Targets) else [float(len(targets))] * 2
+        """Return the sum of a batch's weights, and its number of points, missing ones included."""
+        counts, points = self._likelihood.observed(targets).counts(), float(len(targets))
+        return [points if counts is None else float(counts.sum()), points]
 
     def load(self, weight: float, points: float) -> float | None:
         """Return how much a step's points weigh in units of those of all steps, itself included.
@@ -145,7 +136,7 @@ class MeanWeight:
 
     def load_of(self, targets: Any) -> float | None:
         """Return the `load` of a step on one batch, and count it."""
-        counts = self.of_batch(targets)
+        counts = self.of(targets)
         found = self.load(*counts)
         self.add(*counts)
         return found

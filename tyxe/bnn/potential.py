@@ -31,8 +31,6 @@ from tyxe.samplers.potential import gradients, in_turn
 from tyxe.threads import exclusive, unvalidated
 from tyxe.util import Inputs, at_least_float32, is_real
 
-TINY = torch.finfo(torch.float32).tiny
-
 
 def points_of(bnn: SupervisedBNN, targets: Any) -> float:
     """Return the number of points that count, or raise a ValueError if there is none."""
@@ -97,8 +95,9 @@ class Potential:
             support: Any = likelihood.predictive_distribution(predictions, latents).support
             given = likelihood.prepare_targets(predictions, targets.values)
             found = found.where(support.check(given).all(), -math.inf)
+        points = torch.as_tensor(likelihood.count(targets))
         # A batch of which nothing counts says nothing.
-        return -found / torch.as_tensor(likelihood.count(targets)).clamp_min(TINY)
+        return -found / points.where(points > 0, torch.ones_like(points))
 
     def estimate(
         self, flat: Tensor, inputs: Inputs, targets: Tensor, load: float | Tensor = 1.0

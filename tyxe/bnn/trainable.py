@@ -134,7 +134,7 @@ class Trainable(Objective):
             # In the first step only, to save the time; the loss of each is checked.
             self.bnn._before_step()
             with statistics_kept(self._statistics), unvalidated(self._is_checked), self.handler():
-                weights = self._mean_weight.of_batch(targets)
+                weights = self._mean_weight.of(targets)
                 load = self._mean_weight.load(*weights)
                 loss = super().forward(inputs, targets, beta, load)
                 terms = self.take_terms()
