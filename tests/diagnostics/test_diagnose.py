@@ -591,6 +591,35 @@ def test_an_exact_posterior_does_not_fail(dtype):
         assert line.value < 0.7
 
 
+def exact(x, y, size, prior=NORMAL, seen=()):
+    """Return a regression's exact posterior of some data, and of those that the prior has seen."""
+    every = torch.cat([*(x for x, _ in seen), x]), torch.cat([*(y for _, y in seen), y])
+    inputs, count = torch.cat([every[0], torch.ones_like(every[0])], 1), size / len(x)
+    precision = count * inputs.T @ inputs / NOISE**2 + torch.eye(2)
+    mode = torch.linalg.solve(precision, count * inputs.T @ every[1] / NOISE**2)
+    net = nn.Linear(1, 1).double()
+    net.load_state_dict({"weight": mode[:1], "bias": mode[1]})
+    bnn = tyxe.LaplaceBNN(net, prior, gaussian(size), structure="full")
+    bnn.fit([(x, y)], functools.partial(torch.optim.SGD, lr=1e-14), 1)
+    return bnn
+
+
+@pytest.mark.filterwarnings("ignore:an epoch had")
+@pytest.mark.parametrize("case", ["a joint prior", "points that count often"])
+def test_k_hat_is_of_the_joint_density_that_was_fitted(case):
+    """Without the correlations of the prior it is 1.2, and of the points as they are 0.6."""
+    x = 5 + torch.randn(100, 1, **seeded(0)).double()
+    first, second = ((half, half + NOISE) for half in x.split(95))
+    if case == "a joint prior":
+        posterior = exact(*first, 95).state.posterior()
+        names = {name: posterior.marginal(f"net.{name}") for name in ("weight", "bias")}
+        bnn = exact(*second, 5, tyxe.priors.DictPrior(names), [first])
+    else:
+        bnn = exact(*second, 500)
+    found = diagnose(bnn, [second], [second])["k-hat, below 0.7 for a good density"]
+    assert found.value < 0.5
+
+
 def test_nothing_changes_and_a_seed_gives_the_same_report():
     bnn = variational(5)
     before = {name: value.clone() for name, value in bnn.state_dict().items()}

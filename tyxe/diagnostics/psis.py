@@ -131,22 +131,28 @@ def _parts(bnn: Any) -> dict[str, td.Distribution]:
 @torch.no_grad()
 def _log_ratios(case: Case, name: str, q: td.Distribution, priors: Mapping[str, Any]) -> Tensor:
     """Return `log p(D, w) - log q(w)` at draws of a part, up to a constant, in nats."""
-    centre, ratios = case.bnn._mean_values(), []
+    centre, joints, ratios = case.bnn._mean_values(), case.bnn.net_prior.joints(), []
     for _ in range(NUM_RATIOS):
         drawn = q.sample()
         values = q.unflatten(drawn) if isinstance(q, JointDistribution) else {name: drawn}
-        prior = sum(float(priors[n].log_prob(v).sum()) for n, v in values.items())
-        ratio = _log_likelihood(case, {**centre, **values}) + prior
+        whole = {**centre, **values}
+        # A prior over several sites takes the others' values too.
+        couples = [p for p in joints if not values.keys().isdisjoint(p.names)]
+        alone = values.keys() - {n for p in couples for n in p.names}
+        prior = sum(float(priors[n].log_prob(values[n]).sum()) for n in alone)
+        prior += sum(float(p.log_prob(p.flatten(whole))) for p in couples)
+        ratio = _log_likelihood(case, whole) + prior
         ratios.append(ratio - float(q.log_prob(drawn).sum()))
     return torch.tensor(ratios, dtype=drawn.dtype, device="cpu")
 
 
 def _log_likelihood(case: Case, values: dict[str, Tensor]) -> float:
-    """Return the log-likelihood of the training data at weights, in nats."""
-    bnn, total = case.bnn, 0.0
-    factor = 1 / getattr(bnn, "temperature", 1.0)
+    """Return the log-likelihood of the training data at weights, as fits scale it, in nats."""
+    bnn, total, points = case.bnn, 0.0, 0.0
+    factor = bnn.likelihood.dataset_size / getattr(bnn, "temperature", 1.0)
     with bnn._predicting():
         for inputs, targets in case.to_fit:
             outputs = bnn._run_net(values, inputs)
             total += float(bnn.likelihood.log_likelihood(outputs, targets, reduction="sum"))
-    return factor * total
+            points += float(bnn.likelihood.count(targets))
+    return factor * total / points
