@@ -304,6 +304,23 @@ def test_a_chain_that_never_moved():
     assert report["share of divergent transitions"].verdict == "fail"
 
 
+class Masked(nn.Linear):
+    """The last of three classes is never there."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.tensor([0.0, 0.0, -torch.inf])
+
+
+def test_classes_that_a_net_masks_are_no_sign_of_chains_that_disagree():
+    x = torch.randn(60, 2, **seeded(0))
+    data = [(x, (x[:, 0] > 0).long())]
+    bnn = tyxe.MCMC_BNN(Masked(2, 3), NORMAL, likelihoods.Categorical(60), tyxe.samplers.NUTS)
+    bnn.fit(data, 100, warmup_steps=150, num_chains=2, progress=False, compile=False)
+    report = diagnose(bnn, data, data)
+    assert report["R-hat of held-out outputs"].value < 1.1  # it was infinite
+    assert report["effective samples of held-out outputs"].value > 20
+
+
 def test_a_posterior_beside_its_plain_net():
     plain = annealed(tyxe.VariationalBNN(net(), NOTHING, gaussian()), [TRAIN], 500)
     name = "log-likelihood above the plain net's"

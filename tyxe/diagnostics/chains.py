@@ -35,7 +35,9 @@ def chains(case: Case) -> Iterator[Line]:
     outputs = bnn.predict(case.held_out[:1], num_predictions=count * length, aggregate=False)
     if length >= 4:  # split chains have two halves of two
         parts = [t.unflatten(0, (count, length)).flatten(2).double() for t in tree_leaves(outputs)]
-        yield from _of_mixing("held-out outputs", torch.cat(parts, -1))
+        every = torch.cat(parts, -1)
+        is_masked = every.isneginf().flatten(0, 1).all(0)  # as logits of classes are by a net
+        yield from _of_mixing("held-out outputs", every[..., ~is_masked])
     run = bnn._chains
     if run is None:
         return
