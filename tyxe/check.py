@@ -129,7 +129,7 @@ def numbers(
         ValueError: a number that is not.
     """
     if values.numel():
-        lowest, highest = torch.stack(values.detach().aminmax()).tolist()
+        lowest, highest = (number.item() for number in values.detach().aminmax())
         within = lowest > above and least <= lowest <= highest <= most
         if not (within and -math.inf < lowest <= highest < math.inf):
             low, high = (str(n) if isinstance(n, int) else f"{n:.4g}" for n in (lowest, highest))

@@ -34,7 +34,7 @@ class WarmStart:
             all epochs are made.
 
     Raises:
-        TypeError, ValueError: numbers out of range.
+        TypeError, ValueError: `optim` is not a function or class; numbers out of range.
 
     Reference:
         Sommer et al. 2025, 3.2.
@@ -48,6 +48,8 @@ class WarmStart:
 
     def __post_init__(self) -> None:
         check.fields(self)
+        expected = "an optimiser class such as torch.optim.AdamW, or a functools.partial of one"
+        check.function("optim", self.optim, f"{expected}: the starts are its parameters")
 
     def train(
         self, loss: Loss, members: Tensor, num_points: int, generator: torch.Generator
