@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pyro.poutine as poutine
@@ -117,8 +117,7 @@ class MeanWeight:
 
     def of(self, targets: Any) -> list[float]:
         """Return the sum of a batch's weights, and its number of points, missing ones included."""
-        counts, points = self._likelihood.observed(targets).counts(), float(len(targets))
-        return [points if counts is None else float(counts.sum()), points]
+        return [float(self._likelihood.count(targets)), float(len(targets))]
 
     def load(self, weight: float, points: float) -> float | None:
         """Return how much a step's points weigh in units of those of all steps, itself included.
@@ -207,12 +206,11 @@ def data_term(trace: Trace) -> tuple[Tensor, int | Tensor]:
     return torch.as_tensor(total), count
 
 
-def check_samples(name: str, found: Iterable[str]) -> None:
+def check_samples(name: str, found: Mapping[str, Any]) -> None:
     """Raise a ValueError if a site is not among those that the guide samples."""
-    names = list(found)
-    if name not in names:
+    if name not in found:
         raise ValueError(
-            f"the guide does not sample {name!r}; it samples {', '.join(names) or 'nothing'}"
+            f"the guide does not sample {name!r}; it samples {', '.join(found) or 'nothing'}"
         )
 
 

@@ -319,8 +319,7 @@ class Linearization:
     def _gradients_of(self, cotangents: Sequence[Tensor]) -> list[dict[str, PointGradients]]:
         if not self.points:  # nothing to differentiate, in any map or loop over points
             none = {block.name: self.outputs.new_zeros(0, block.size) for block in self.blocks}
-            empty = {name: DenseGradients(matrix) for name, matrix in none.items()}
-            return [{**empty} for _ in cotangents]
+            return [{n: DenseGradients(matrix) for n, matrix in none.items()} for _ in cotangents]
         gradients = []
         for linear, cotangent in zip(self._linear_gradients(cotangents), cotangents, strict=True):
             found = {name: self._held(name, linear) for name in linear}

@@ -192,13 +192,12 @@ def _given_numbers(
         place = here.stop
     # Elsewhere `kept` and the residual are 0, so that nothing follows from these outputs.
     tied = kept.unsqueeze(-1) * covariance
-    own_covariance = semi_definite(tied * kept.unsqueeze(-2))
-    numbers = _log_normal(residual, own_covariance, noise, kept)
-    root = noise.unsqueeze(-1) * relative_root(own_covariance, noise)
+    root = relative_root(semi_definite(tied * kept.unsqueeze(-2)), noise)
     half, white = (
-        torch.linalg.solve_triangular(root, right, upper=False)
+        torch.linalg.solve_triangular(root, right / noise.unsqueeze(-1), upper=False)
         for right in (tied, residual.unsqueeze(-1))
     )
+    numbers = _log_density(white.squeeze(-1), root, noise, kept)
     moved = mean + (half.mT @ white).squeeze(-1)
     given = GaussianOutputs(moved, semi_definite(covariance - half.mT @ half), options)
     return numbers, given, torch.cat(is_other, -1)
@@ -286,9 +285,13 @@ def _log_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Tenso
         white, scale = white[:, None], scale[:, None]
     root = relative_root(covariance, scale)
     turned = torch.linalg.solve_triangular(root, white.unsqueeze(-1).to(root), upper=False)
+    return _log_density(turned.squeeze(-1), root, scale, kept)
+
+
+def _log_density(white: Tensor, root: Tensor, scale: Tensor, kept: Tensor) -> Tensor:
+    """Return the log-density of a residual `scale * (root @ white)`, without what is not kept."""
     constants = (scale.log() + 0.5 * math.log(2 * math.pi)) * kept
-    diagonal = root.diagonal(dim1=-2, dim2=-1)
-    return -(0.5 * turned.squeeze(-1).square() + diagonal.log() + constants).sum(-1)
+    return -(0.5 * white.square() + root.diagonal(dim1=-2, dim2=-1).log() + constants).sum(-1)
 
 
 def semi_definite(covariance: Tensor) -> Tensor:
