@@ -193,7 +193,7 @@ def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Refer
     found = float(split_gelman_rubin(apart, chain_dim=0, sample_dim=1).max())
     most = check.number("largest_r_hat", largest_r_hat, least=1)
     hint = ": these chains are no reference yet, so fit with more samples, or resume=True"
-    check.number("the largest R-hat of the outputs", round(found, 3), most=most, hint=hint)
+    check.number("the largest R-hat of the outputs", found, most=most, hint=hint)
     batch = inputs[0] if len(inputs) == 1 else inputs
     return Reference(batch, outputs, _parameters(bnn), found)
 
