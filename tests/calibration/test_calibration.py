@@ -14,6 +14,7 @@ import tyxe
 from tests.oracles.bnns import NORMAL, mean_field
 from tests.oracles.nets import NetOf
 from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling, coverage, size
+from tyxe.data import Targets
 
 
 def classified(n, temperature=1.0, classes=5, seed=0):
@@ -293,6 +294,17 @@ def test_calibration_sets_that_are_too_small_say_how_many_are_needed():
     mean, scale = torch.zeros(8, 2), torch.ones(8, 2)
     with pytest.raises(ValueError, match="points is 8"):  # points of two numbers each
         SplitConformal(level=0.9).fit((mean, scale), mean + 1)
+
+
+def test_weights_of_calibration_sets_need_not_be_whole():
+    probs, labels = probabilities(10)
+    # (5.8 + 1) x .85 points are 5.78
+    enough = Targets(labels, weights=torch.full((10,), 0.58))
+    assert SplitConformal("lac", 0.85).fit(probs, enough).threshold > 0
+    for weight in (0.5, 0.9 - 1e-7):
+        few = Targets(labels, weights=torch.full((10,), weight))
+        with pytest.raises(ValueError, match=r"for a level of 0\.9: take more"):
+            SplitConformal("lac", 0.9).fit(probs, few)
 
 
 PROBS, CLASSES = torch.full((10, 3), 1 / 3), torch.arange(10) % 3

@@ -96,12 +96,14 @@ class SplitConformal(Calibrator):
             each = each.where(within > 0, -math.inf)
             scores = each.reshape(len(each), -1).amax(1)
             counts = within.reshape(len(each), -1).amax(1)
-        needed = math.ceil(self.level / (1 - self.level) - 1e-9)
-        hint = f" for a level of {self.level:g}: take more, or a lower level"
-        total = check.number("the number of held-out points", counts.sum(), least=needed, hint=hint)
+        total, least = float(counts.sum()), 0.0
         rank = (total + 1) * self.level - 1e-9  # a product such as 10 * 0.7 is rounded
         scores, order = scores.sort()
         place = int(torch.searchsorted(counts[order].cumsum(0), rank))
+        if place == len(scores):  # too few, also where it is by rounding of weights
+            least = max(math.ceil(self.level / (1 - self.level) - 1e-9), total + 1)
+        hint = f" for a level of {self.level:g}: take more, or a lower level"
+        check.number("the number of held-out points", total, least=least, hint=hint)
         self.score, self.threshold = kind, float(scores[place])
         return self
 
