@@ -195,16 +195,26 @@ class as_before(ContextDecorator):
 
 
 def _close_entered(traceback: TracebackType | None) -> None:
-    """Close contexts that were entered when an error came, before their `with` could end them.
+    """Close contexts that an error has left open, where it came as they were entered or left.
 
     They would end with the traceback that holds them, and set back what has changed until then.
     """
     while traceback is not None:
         frame = traceback.tb_frame
-        if frame.f_code is _ENTER:
+        if frame.f_code in _ENDS_OF_GENERATORS:
             frame.f_locals["self"].gen.close()
+        elif frame.f_code in _ENDS_OF_INFERENCE_MODE:
+            # Without the guard, the error came before there was one.
+            guard = getattr(frame.f_locals["self"], "_inference_mode_context", None)
+            if guard is not None:
+                guard.__exit__(None, None, None)
         traceback = traceback.tb_next
 
 
-# Of contexts by `contextmanager`.
-_ENTER = type(only_handlers(())).__enter__.__code__
+def _ends(kind: type[Any]) -> set[Any]:
+    """Return the code by which a kind of contexts is entered, and that by which it is left."""
+    return {kind.__enter__.__code__, kind.__exit__.__code__}
+
+
+_ENDS_OF_GENERATORS = _ends(type(only_handlers(())))  # of contexts by `contextmanager`
+_ENDS_OF_INFERENCE_MODE = _ends(torch.inference_mode)

@@ -113,29 +113,52 @@ def test_a_chain_that_is_stopped_leaves_no_handler(monkeypatch):
     assert not handlers()
 
 
-def test_contexts_that_an_error_leaves_right_after_they_were_entered(monkeypatch):
-    """Their `with` has not begun, so that nothing ends them but the end of the traceback."""
-    entered = [0, 0]
+def _stopping(method, own, stops):
+    """Return a method of contexts that calls a function before or after it does its work."""
 
     def enter(self):
-        value = next(self.gen)
-        if "tyxe" in self.gen.gi_code.co_filename:
-            entered[0] += 1
-            if entered[0] == entered[1]:
-                raise KeyboardInterrupt
+        value = method(self)
+        if own(self):
+            stops()
         return value
+
+    def leave(self, *error):
+        if own(self):
+            stops()
+        return method(self, *error)
+
+    return leave if method.__name__ == "__exit__" else enter
+
+
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+@pytest.mark.parametrize("kind", [contextlib._GeneratorContextManager, torch.inference_mode])
+def test_contexts_that_an_error_leaves_open(kind, method, monkeypatch):
+    """Their `with` has not begun, or is ending: what ends them is the end of the traceback."""
+    count = [0, 0]
+
+    def stops():
+        count[0] += 1
+        if count[0] == count[1]:
+            raise KeyboardInterrupt
+
+    def own(context):
+        return kind is torch.inference_mode or "tyxe" in context.gen.gi_code.co_filename
 
     bnns = {name: built().eval() for name, built in SUBJECTS.items() if name != "MCMC_BNN"}
     works, settings = alarms._works(bnns), pyro.settings.get()
-    monkeypatch.setattr(contextlib._GeneratorContextManager, "__enter__", enter)
-    monkeypatch.setattr(threads, "_ENTER", enter.__code__)
+    replaced = _stopping(getattr(kind, method), own, stops)
+    ends = "GENERATORS" if kind is contextlib._GeneratorContextManager else "INFERENCE_MODE"
+    monkeypatch.setattr(kind, method, replaced)
+    monkeypatch.setattr(threads, f"_ENDS_OF_{ends}", {replaced.__code__})
     for name, work in works.items():
         for place in itertools.count(1):
-            entered[:] = 0, place
+            count[:] = 0, place
             try:
                 work()
             except KeyboardInterrupt:
                 assert not alarms.left_behind(settings), (name, place)
             else:
                 break
+            # The traceback is gone.
+            assert not alarms.left_behind(settings), (name, place)
         assert place > 1

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from tests.soak.subjects import ADAM, BATCHES, SUBJECTS, X, digest
 from tyxe.errors import UNREAD
 from tyxe.poutine import local_reparameterization
-from tyxe.threads import exclusive, handlers
+from tyxe.threads import as_before, exclusive, handlers
 
 
 class Alarm(Exception):
@@ -84,6 +84,8 @@ def left_behind(settings: dict[str, Any]) -> list[str]:
         "a stream of random numbers": bool(torch._C._len_torch_dispatch_stack()),
         "numbers are not checked": UNREAD.get(),
         "gradients are not recorded": not torch.is_grad_enabled(),
+        "forward-mode derivatives": torch.autograd.forward_ad._current_level >= 0,
+        "a function transform": torch._C._functorch.peek_interpreter_stack() is not None,
     }
     return [what for what, is_so in wrong.items() if is_so]
 
@@ -125,6 +127,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any], fits: bool) -> list[
     return found
 
 
+@as_before()  # what is left behind belongs to this run alone
 def run(count: int, seed: int = 0) -> dict[str, Any]:
     """Stop pieces of work at random moments, and return how often, and what was left behind."""
     chance, found, stopped = random.Random(seed), list[str](), 0

@@ -9,6 +9,8 @@ from contextlib import nullcontext
 import pyro
 import pytest
 import torch
+from torch._functorch.vmap import vmap_increment_nesting
+from torch.autograd import forward_ad
 
 import tyxe
 from tests.soak import alarms, corruption, tasks, threads
@@ -113,7 +115,9 @@ def test_an_alarm_in_a_callback_of_the_collector_is_dropped():
 def test_what_a_signal_has_left_behind_is_found():
     settings = pyro.settings.get()
     assert alarms.left_behind(settings) == []
-    with exclusive(), flipout(), torch.no_grad():
+    rows = vmap_increment_nesting(2, "error")
+    with exclusive(), flipout(), torch.no_grad(), forward_ad.dual_level(), rows:
         found = alarms.left_behind({**settings, "validate_infer": None})
     expected = ["the lock is held", "a handler is active", "other settings of Pyro's"]
-    assert found == [*expected, "gradients are not recorded"]
+    expected += ["gradients are not recorded", "forward-mode derivatives", "a function transform"]
+    assert found == expected

@@ -29,6 +29,7 @@ from tyxe.predictive.ensemble import Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.processes import check_group
 from tyxe.rng import fresh_seed
+from tyxe.threads import as_before
 from tyxe.util import Inputs, outside_inference
 
 
@@ -117,6 +118,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
 
     # ------------------------------------------------------------------ fit
 
+    @as_before()
     def fit(
         self,
         data_loader: Iterable[Any],

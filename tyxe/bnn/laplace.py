@@ -82,6 +82,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
 
     _chosen_prior: Any = None  # the last that data chose
 
+    @as_before()
     def fit(
         self,
         data_loader: Iterable[Any],
@@ -163,6 +164,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             ) from error
         return history
 
+    @as_before()
     def fit_curvature(
         self,
         data_loader: Iterable[Any],

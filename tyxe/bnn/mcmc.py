@@ -39,6 +39,7 @@ from tyxe.priors import Prior
 from tyxe.processes import all_or_none, check_group, shared
 from tyxe.rng import RandomStream, fresh_seed
 from tyxe.samplers import Kernel, WarmStart
+from tyxe.threads import as_before
 from tyxe.util import outside_inference, unwrapped
 
 
@@ -117,6 +118,7 @@ class MCMC_BNN(SamplePosterior):
         self.samples = Samples({})
         self._chains = None
 
+    @as_before()
     def fit(
         self,
         data_loader: Iterable[Any],
