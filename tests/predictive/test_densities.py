@@ -141,6 +141,37 @@ def test_a_density_of_one_number_is_its_integral(likelihood, law, targets):
     assert distribution.sample((2,)).shape == (2, 4, 1)
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "law", "targets"),
+    [
+        # The last two are further than eight deviations from the mean.
+        (tyxe.likelihoods.Poisson(5), lambda f: td.Poisson(f.exp()), [0, 1_000, 30_000, 10**7]),
+        (
+            tyxe.likelihoods.NegativeBinomial(4, total_count=1e5),
+            lambda f: td.NegativeBinomial(1e5, logits=f - math.log(1e5)),
+            [0, 1_000, 30_000, 10**5],
+        ),
+        (
+            tyxe.likelihoods.StudentT(4, df=4.0, scale=1e-3),
+            lambda f: td.StudentT(4.0, f, 1e-3),
+            [0.5, 0.51, 3.0, 5.5],
+        ),
+    ],
+)
+def test_a_density_much_narrower_than_the_outputs_is_its_integral(likelihood, law, targets):
+    y = torch.tensor(targets).double()[:, None]
+    mean, variance = torch.full((4, 1), 0.5).double(), torch.full((4, 1, 1), 1.0).double()
+    z = torch.linspace(-20, 20, 1_000_001, dtype=torch.float64)
+    logs = law(0.5 + z).log_prob(y) + td.Normal(0.0, 1.0).log_prob(z)
+    expected = logs.logsumexp(1) + (z[1] - z[0]).log()
+    given = tyxe.data.Targets.of(y)
+    found = gaussian_scores(likelihood, mean, variance, given, OPTIONS).log_likelihood
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    distribution = gaussian_distribution(likelihood, GaussianOutputs(mean, variance, OPTIONS))
+    torch.testing.assert_close(distribution.log_prob(y), found)
+    torch.testing.assert_close(distribution.log_prob(y.expand(3, 4, 1)), found.expand(3, 4))
+
+
 @pytest.mark.parametrize("event_dim", [0, 2])
 def test_positions_are_independent_of_each_other(event_dim):
     likelihood = tyxe.likelihoods.Poisson(2, event_dim=event_dim)

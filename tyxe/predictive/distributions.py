@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
@@ -171,7 +171,29 @@ def gaussian_distribution(likelihood: Likelihood, outputs: GaussianOutputs) -> A
     """
     samples, weights = outputs.nodes()
     latents = outputs.options.latents_of(len(samples))
-    return distribution_at_draws(likelihood, samples, latents, weights)
+    found = distribution_at_draws(likelihood, samples, latents, weights)
+    is_grid = weights is not None and isinstance(found, PredictiveMixture)
+    return _OverNumbers(found, likelihood, outputs) if is_grid else found
+
+
+class _OverNumbers(PredictiveMixture):
+    """A mixture over one number of each point, whose density knows where it needs a finer grid."""
+
+    def __init__(
+        self, grid: PredictiveMixture, likelihood: Likelihood, outputs: GaussianOutputs
+    ) -> None:
+        super().__init__(grid.parts, grid.weights)
+        self._likelihood, self._outputs = likelihood, outputs
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        lead = value.shape[: value.dim() - len(self.batch_shape + self.event_shape)]
+        targets = value.reshape(-1, *self.batch_shape, *self.event_shape)
+        each = [self._outputs.log_mean(partial(self._at, target)) for target in targets]
+        return torch.stack(each).view(*lead, *self.batch_shape)
+
+    def _at(self, target: Tensor, outputs: Tensor) -> Tensor:
+        found: Tensor = self._likelihood._distribution_for(outputs, None)[0].log_prob(target)
+        return found
 
 
 @gaussian_distribution.register

@@ -123,10 +123,12 @@ def gaussian_log_likelihood(
     # The product over positions of their mixtures, which varies less than their mixture.
     last = len(rows) - 1
     flat = GaussianOutputs(mean.flatten(0, last), covariance.flatten(0, last), options)
-    samples, weights = flat.nodes()
-    each = samples.view(len(samples), *shape)
-    logs = torch.stack([_by_position(likelihood, one, targets, rows) for one in each])
-    return log_mean_exp(logs, 0, weights).view(len(mean), -1).sum(1)
+
+    def log_density(one: Tensor) -> Tensor:
+        each: Tensor = _by_position(likelihood, one.view(shape), targets, rows)
+        return each.flatten()
+
+    return flat.log_mean(log_density).view(len(mean), -1).sum(1)
 
 
 def _by_position(
