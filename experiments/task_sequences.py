@@ -29,6 +29,7 @@ divided by the task's number. The last column has the rise of the negative log-l
 earlier tasks, nats a point, summed.
 """
 
+import copy
 import math
 import statistics
 import sys
@@ -357,14 +358,13 @@ def run_newest(s, units, seed):
     before, rows = scores(bnn, part, earlier), {}
     for name, change in CHANGES.items():
         torch.manual_seed(seed)
-        with continual.restored(bnn):
-            how = dict(change)
-            if how.pop("fresh", False):
-                pairs = zip(*(part(task, 0) for task in earlier), strict=True)
-                curvature_anew(bnn, prior, common.Batches(*map(torch.cat, pairs), 1_000))
-                continual.posterior_to_prior(bnn)
-            fit_newest(s, bnn, part(newest, 0), **how)
-            after, own = scores(bnn, part, earlier), scores(bnn, part, [newest])
+        changed, how = copy.deepcopy(bnn), dict(change)
+        if how.pop("fresh", False):
+            pairs = zip(*(part(task, 0) for task in earlier), strict=True)
+            curvature_anew(changed, prior, common.Batches(*map(torch.cat, pairs), 1_000))
+            continual.posterior_to_prior(changed)
+        fit_newest(s, changed, part(newest, 0), **how)
+        after, own = scores(changed, part, earlier), scores(changed, part, [newest])
         accuracies = own[0], own[1], before[0], after[0]
         values = [*accuracies, after[2] - before[2]]
         rows[name] = dict(zip(FORMS, values, strict=True))

@@ -134,7 +134,15 @@ for name, method in methods.items():
 # recognises digits.
 
 # %%
-figure = tyxe.plotting.calibration_and_entropy(results, min_count=10)
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.5), layout="constrained")
+for index, (name, (probs, labels, other)) in enumerate(results.items()):
+    color = f"C{index}"
+    tyxe.plotting.calibration_curve(probs, labels, left, label=name, color=color, min_count=10)
+    for each, style in ((probs, "solid"), (other, "dashed")):
+        entropy = metrics.predictive_entropy(each)
+        tyxe.plotting.entropy_ecdf(entropy, right, linestyle=style, color=color)
+figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+left.get_legend().remove()
 
 # %% [markdown]
 # ## Change this line

@@ -52,16 +52,15 @@ ON_AXES = {
     "pit_histogram": lambda ax=None: plotting.pit_histogram(torch.rand(30), ax),
     "qq": lambda ax=None: plotting.qq(torch.rand(30), ax),
 }
-DRAW = {**ON_AXES, "calibration_and_entropy": lambda: plotting.calibration_and_entropy(RESULTS)}
 
 
 @pytest.mark.parametrize("name", ON_AXES)
 def test_given_axes_are_drawn_on_and_a_figure_made_without(name):
     figure, ax = plt.subplots()
-    assert DRAW[name](ax) is ax
+    assert ON_AXES[name](ax) is ax
     assert ax.has_data()
     assert plt.get_fignums() == [figure.number]
-    own = DRAW[name]()
+    own = ON_AXES[name]()
     assert plt.get_fignums() == [figure.number, own.figure.number]
     assert own.get_xlabel()
     assert own.get_ylabel()
@@ -256,50 +255,6 @@ def test_a_second_call_cuts_nothing():
     assert ax.get_ylim()[1] >= ax.lines[-1].get_ydata().max()
 
 
-# --- several methods ----------------------------------------------------------------------------
-
-RESULTS = {
-    "MAP": (PROBS, TARGETS, classified(1, 40)[0]),
-    "MF": (*classified(2), classified(3, 30)[0]),
-    "HMC": (*classified(4), None),
-}
-
-
-def test_left_are_calibration_curves_and_right_the_entropies():
-    figure = plotting.calibration_and_entropy(RESULTS, num_bins=6, min_count=1)
-    left, right = figure.axes
-    entropies = [drawn for drawn in right.lines if len(drawn.get_xdata())]
-    assert len(left.lines) == 1 + len(RESULTS)
-    for curve, (name, (probs, targets, ood)) in zip(left.lines[1:], RESULTS.items(), strict=True):
-        expected = metrics.calibration_curve(probs, targets, num_bins=6)
-        np.testing.assert_allclose(curve.get_ydata(), expected.accuracy)
-        ece = metrics.expected_calibration_error(probs, targets, num_bins=6)
-        assert curve.get_label() == f"{name} (ECE {100 * ece:.1f} %)"
-        for p, style in ((probs, "-"), (ood, "--")):
-            if p is not None:
-                drawn = entropies.pop(0)
-                expected = metrics.predictive_entropy(p).sort().values
-                np.testing.assert_allclose(drawn.get_xdata()[1:-1], expected)
-                assert drawn.get_xdata()[-1] == pytest.approx(math.log(4))
-                assert (drawn.get_linestyle(), drawn.get_color()) == (style, curve.get_color())
-    assert entropies == []
-
-
-def test_legends_name_methods_once_and_cover_no_axes():
-    figure = plotting.calibration_and_entropy(RESULTS)
-    left, right = figure.axes
-    (methods,) = figure.legends
-    assert [text.get_text().split(" (ECE")[0] for text in methods.get_texts()] == list(RESULTS)
-    assert left.get_legend() is None
-    assert legend_texts(right) == ["test", "out-of-distribution"]
-    figure.canvas.draw()
-    for legend in (methods, right.get_legend()):
-        box = legend.get_window_extent()
-        for ax in figure.axes:
-            # the anchors touch: one pixel of rounding
-            assert box.y0 + 1 >= ax.bbox.y1 or ax.bbox.y0 >= box.y1 - 1
-
-
 # --- training -----------------------------------------------------------------------------------
 
 
@@ -364,7 +319,7 @@ def test_accuracies_are_of_the_tasks_that_all_runs_have_finished():
 
 # --- bad input ----------------------------------------------------------------------------------
 
-BAND, METHODS = plotting.predictive_band, plotting.calibration_and_entropy
+BAND = plotting.predictive_band
 TASKS = plotting.accuracy_over_tasks
 LOGITS, HOLE = PROBS - 3, torch.tensor([[0.9, 0.0], [math.nan, 0.8]])
 REFUSED = [
@@ -376,8 +331,6 @@ REFUSED = [
     (lambda: BAND(X, X, 0.1, train_data=(X, X[1:])), r"train_data\[1\] has shape \(8,\)"),
     (lambda: plotting.calibration_curve(LOGITS, TARGETS), r"logits\.softmax\(-1\)"),
     (lambda: plotting.entropy_ecdf(PROBS), r"entropy has shape \(50, 4\)"),
-    (lambda: METHODS({**RESULTS, "b": (LOGITS, TARGETS, None)}), "that sum"),
-    (lambda: METHODS({**RESULTS, "b": (PROBS, TARGETS, LOGITS)}), "that sum"),
     (lambda: TASKS({"a": torch.rand(2, 3)}), r"expected \(runs, 3, 3\): after each"),
     (lambda: TASKS({"a": torch.rand(1, 2, 2, 2)}), r"'a'\] has shape \(1, 2, 2, 2\)"),
     (lambda: TASKS({"a": torch.rand(3)}), r"'a'\] has shape \(3,\)"),

@@ -1,21 +1,18 @@
 """Continual learning: tasks in sequence, where the posterior of one is the prior of the next."""
 
-from tyxe.continual.coresets import coreset_indices, restored, split_coreset
+from tyxe.continual.coresets import coreset_indices
 from tyxe.continual.heads import Heads
 from tyxe.continual.intelligence import SynapticIntelligence
 from tyxe.continual.loop import TaskLoop, posterior_to_prior
-from tyxe.continual.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
+from tyxe.continual.metrics import average_accuracy, forgetting, forward_transfer
 
 __all__ = [
     "Heads",
     "SynapticIntelligence",
     "TaskLoop",
     "average_accuracy",
-    "backward_transfer",
     "coreset_indices",
     "forgetting",
     "forward_transfer",
     "posterior_to_prior",
-    "restored",
-    "split_coreset",
 ]

@@ -58,27 +58,6 @@ def forgetting(accuracy: Tensor) -> Tensor:
 
 
 @check.arguments
-def backward_transfer(accuracy: Tensor) -> Tensor:
-    r"""Return the change of tasks' accuracy since their own fit: `mean_{i<T} A[T, i] - A[i, i]`.
-
-    Args:
-        accuracy: the matrix of `average_accuracy`, of two tasks at least.
-
-    Returns:
-        `(...)`; negative where tasks were forgotten.
-
-    Reference:
-        Lopez-Paz and Ranzato (2017), Gradient episodic memory, eq. 3.
-
-    Example:
-        >>> backward_transfer(torch.tensor([[1.0, 0.0], [0.75, 0.9]]))
-        tensor(-0.2500)
-    """
-    _tasks(accuracy, 2)
-    return (accuracy[..., -1, :-1] - accuracy.diagonal(dim1=-2, dim2=-1)[..., :-1]).mean(-1)
-
-
-@check.arguments
 def forward_transfer(accuracy: Tensor, baseline: Tensor) -> Tensor:
     r"""Return the gain of a task from earlier ones before its fit: `mean_{i>0} A[i-1, i] - b_i`.
 

@@ -1,13 +1,11 @@
 """Figures: bands, calibration, predictive entropy, scores, training curves, accuracy over tasks.
 
 They need the optional extra `plot` (matplotlib), and raise `ImportError` without it. Every function
-except `calibration_and_entropy` draws on `ax`, or if it is None on the axes of a new figure, and
-returns the axes. None of them shows or saves the figure. Inputs are checked as in `tyxe.metrics`,
-with its errors.
+draws on `ax`, or if it is None on the axes of a new figure, and returns the axes. None of them
+shows or saves the figure. Inputs are checked as in `tyxe.metrics`, with its errors.
 """
 
 from tyxe.plotting.classification import (
-    calibration_and_entropy,
     calibration_curve,
     entropy_ecdf,
     ood_histogram,
@@ -18,7 +16,6 @@ from tyxe.plotting.training import accuracy_over_tasks, history
 
 __all__ = [
     "accuracy_over_tasks",
-    "calibration_and_entropy",
     "calibration_curve",
     "entropy_ecdf",
     "history",

@@ -1,18 +1,16 @@
 """Calibration, predictive entropy, scores and abstention of classifiers."""
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tyxe import metrics
-from tyxe.plotting.axes import PALETTE, axes, flat, look_of, pyplot
+from tyxe.plotting.axes import PALETTE, axes, flat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def calibration_curve(
@@ -201,68 +199,3 @@ def risk_coverage(
     ax.set_ylim(bottom=0, auto=None)  # the other end follows later calls
     ax.legend(frameon=False)
     return ax
-
-
-def calibration_and_entropy(
-    results: Mapping[str, tuple[Tensor, Tensor, Tensor | None]],
-    *,
-    num_bins: int = 15,
-    min_count: int = 5,
-) -> "Figure":
-    r"""Draw methods side by side: calibration, and entropy on test and unfamiliar data.
-
-    On the left `calibration_curve` of each method; on the right `entropy_ecdf`, solid on the test
-    set and dashed out of distribution. Both panels use one colour and marker per method.
-
-    Args:
-        results: for each method's name `(probs, targets, ood_probs)`: class probabilities of the
-            test set `(n, C)`, its targets `(n,)`, and the probabilities of out-of-distribution
-            points `(m, C)`, or None to leave them out.
-        num_bins, min_count: of `calibration_curve`.
-
-    References:
-        Ritter and Karaletsos (2022), TyXe: Pyro-based Bayesian neural nets for PyTorch.
-
-    Example:
-        >>> probs = torch.tensor([[0.9, 0.1], [0.3, 0.7]])
-        >>> fig = calibration_and_entropy({"MAP": (probs, torch.tensor([0, 1]), 1 - probs)})
-        >>> [ax.get_xlabel() for ax in fig.axes]
-        ['confidence', 'predictive entropy (nats)']
-    """
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 4.2), layout="constrained")
-    try:
-        _draw_methods(results, left, right, {"num_bins": num_bins, "min_count": min_count})
-    except Exception:
-        plt.close(figure)
-        raise
-    _outside_legends(figure, left, right)
-    return figure
-
-
-def _draw_methods(
-    results: Mapping[str, tuple[Tensor, Tensor, Tensor | None]],
-    left: "Axes",
-    right: "Axes",
-    bins: dict[str, Any],
-) -> None:
-    for i, (name, (probs, targets, ood_probs)) in enumerate(results.items()):
-        color, marker = look_of(i)
-        calibration_curve(probs, targets, left, label=name, color=color, marker=marker, **bins)
-        for p, linestyle in ((probs, "solid"), (ood_probs, "dashed")):
-            if p is not None:
-                entropy, limit = metrics.predictive_entropy(p), math.log(p.shape[-1])
-                look = {"linestyle": linestyle, "color": color, "marker": marker}
-                entropy_ecdf(entropy, right, max_entropy=limit, **look)
-
-
-def _outside_legends(figure: "Figure", left: "Axes", right: "Axes") -> None:
-    """Put methods below both panels and line styles above the right one, clear of every curve."""
-    handles, labels = left.get_legend_handles_labels()
-    left.legend().remove()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    for label, linestyle in (("test", "solid"), ("out-of-distribution", "dashed")):
-        right.plot([], [], color="0.3", linestyle=linestyle, label=label)
-    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
-    for ax in (left, right):
-        ax.spines[["top", "right"]].set_visible(False)
