@@ -277,8 +277,7 @@ WRAPPERS: dict[str, Callable[[Flow, Place], collections.Counter[str]]] = {
 
 # Of every part at least one.
 ALONE = ["AutoNormal", "AutoNormal, capped", "AutoRadial", *(n for n in GUIDES if "Inducing" in n)]
-ALONE += ["AutoBernoulli, relaxed", "pyro AutoDelta", "pyro AutoNormal", "pyro AutoDiagonalNormal"]
-ALONE += ["pyro AutoMultivariateNormal", "pyro low rank"]
+ALONE += ["AutoBernoulli, relaxed", "pyro AutoDelta", "pyro AutoMultivariateNormal"]
 FLOWS = [
     *(Flow("VariationalBNN", guide, "none", "classes") for guide in ALONE),
     Flow("VariationalBNN", "AutoBernoulli", "local reparameterisation", "Gaussian"),

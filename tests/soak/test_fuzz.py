@@ -1,14 +1,23 @@
-"""A slice of the fuzz, and that what it finds can be found again."""
+"""A slice of the fuzz, how outcomes are classified, and that faults are found."""
 
 import pyro
 import pytest
 import torch
+from torch import nn
 
 import tyxe
 from tests.soak import fuzz
-from tests.soak.verdict import KINDS, classify
+from tests.soak.verdict import KINDS, Trial, classify
+from tyxe.data import concatenated
+from tyxe.likelihoods import Categorical
 
 SEED = 0
+
+
+def _caught(call) -> BaseException:
+    with pytest.raises(Exception) as found:  # noqa: PT011 - any, to be classified
+        call()
+    return found.value
 
 
 def test_a_slice_has_nothing_silent_and_nothing_obscure():
@@ -19,11 +28,35 @@ def test_a_slice_has_nothing_silent_and_nothing_obscure():
     assert found["clear"] >= 15
 
 
-def test_a_combination_is_the_same_when_it_is_reproduced():
-    first, second = (fuzz.attempt(SEED, 3) for _ in range(2))
-    assert first[0] == second[0]
-    assert classify(first[1]) == classify(second[1])
-    assert fuzz.attempt(SEED, 4)[0] != first[0]
+CLEAR = "num_epochs is 2.5; expected an integer"
+REFUSED = _caught(lambda: Categorical(0))
+OWN = _caught(lambda: nn.Linear(3, 1)(torch.ones(2, 2)))
+
+
+def _said(message, error=ValueError):
+    """Return an error of this message that the package raises by itself."""
+    return error(message).with_traceback(REFUSED.__traceback__)
+
+
+@pytest.mark.parametrize(
+    ("trial", "kind"),
+    [
+        (Trial(), "works"),
+        (Trial(_said(CLEAR)), "clear"),
+        (Trial(_said("invalid value")), "obscure"),
+        (Trial(_said("there is no entry of that name", KeyError)), "obscure"),
+        # Of others: without a line of the package, and from compiled code that it calls.
+        (Trial(ValueError(CLEAR)), "obscure"),
+        (Trial(_caught(lambda: concatenated([torch.ones(2), torch.ones(2, 3)], 0))), "obscure"),
+        # The plain net says the same of these inputs, or something else.
+        (Trial(OWN, own=RuntimeError(str(OWN))), "net"),
+        (Trial(OWN, own=ValueError(str(OWN))), "obscure"),
+        # A check has found something, after an error too.
+        (Trial(OWN, wrong=("left behind: plates",), own=OWN), "silent"),
+    ],
+)
+def test_a_trial_is_classified(trial, kind):
+    assert classify(trial)[0] == kind
 
 
 # What a fault makes of the result of a method, or does before or after it.

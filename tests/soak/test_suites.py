@@ -1,10 +1,6 @@
-"""A slice of the suites of arguments, threads, damage and alarms, and that each finds faults."""
+"""A slice of the suites of threads, damage and alarms, and that each finds faults."""
 
-import gc
 import io
-import random
-import signal
-from contextlib import nullcontext
 
 import pyro
 import pytest
@@ -13,43 +9,16 @@ from torch._functorch.vmap import vmap_increment_nesting
 from torch.autograd import forward_ad
 
 import tyxe
-from tests.soak import alarms, corruption, tasks, threads
-from tests.soak.arguments import BAD, Call, attempt, is_obscure
-from tests.soak.corruption import DAMAGES, SEAL, damaged
-from tests.soak.test_verdict import caught
-from tyxe import check
-from tyxe.metrics import nll
+from tests.soak import alarms, corruption, threads
+from tests.soak.corruption import SEAL
 from tyxe.poutine import flipout
 from tyxe.threads import exclusive
-
-
-def test_an_error_helps_by_the_argument_or_by_what_was_expected():
-    assert not is_obscure(caught(lambda: check.count("rank", "two")), "rank")
-    assert not is_obscure(caught(lambda: check.count("its size", "two")), "rank")
-    assert is_obscure(caught(lambda: "a" + 1), "rank")
-    # PyTorch's arguments are others.
-    assert is_obscure(caught(lambda: torch.nn.functional.linear("a", "b")), "x")
-    assert is_obscure(ValueError("ranks are wrong"), "rank")
-
-
-def test_a_call_is_made_again_with_each_bad_value():
-    given = {"probs": torch.tensor([[0.5, 0.5]]), "targets": torch.tensor([0])}
-    call = Call("nll", nll, given, {})
-    assert float(call.again("targets", torch.tensor([1]))) == pytest.approx(0.6931, abs=1e-3)
-    assert {attempt(call, "targets", bad)[0] for bad in BAD} <= {"clear", "obscure"}
-    assert attempt(call, "targets", "another shape")[0] == "clear"
 
 
 def test_sixteen_threads_get_the_numbers_of_one():
     found = threads.run(3, seed=0)
     assert found["calls"] == 3 * 16 * 4
     assert found["found"] == []
-
-
-def test_tasks_get_what_is_their_own(monkeypatch):
-    assert tasks.run(2, seed=0) == {"seed": 0, "tasks": 32, "looks": 96, "faults": 0, "found": []}
-    monkeypatch.setattr(tyxe.PytorchBNN, "hold_sample", nullcontext)
-    assert "a held draw: draws differ" in tasks.run(1, seed=0)["found"]
 
 
 def test_a_wrong_number_and_what_threads_have_left_behind_are_found():
@@ -74,14 +43,6 @@ def test_damaged_files_are_refused_and_change_nothing() -> None:
     assert found == {"accepted": 0, "damaged files": 44}
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_damage(name: str) -> None:
-    chance = random.Random(0)
-    for size in (53, 600, 5000):
-        content = chance.randbytes(size)
-        assert content not in {damaged(content, name, chance) for _ in range(20)}
-
-
 def test_a_load_without_a_check_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def unchecked(path):
         return torch.load(io.BytesIO(path.read_bytes()[:-SEAL]), weights_only=True)
@@ -94,22 +55,6 @@ def test_alarms_leave_nothing_behind():
     found = alarms.run(150, seed=0)
     assert found["stopped"] > 30
     assert found["found"] == []
-
-
-def test_an_alarm_in_a_callback_of_the_collector_is_dropped():
-    found = []
-
-    def callback(phase, info):
-        found.append(phase)
-        signal.raise_signal(signal.SIGALRM)
-
-    with alarms.swallowed(), alarms.alarm(10, alarms.Alarm):
-        gc.callbacks.append(callback)
-        try:
-            gc.collect()
-        finally:
-            gc.callbacks.remove(callback)
-    assert found == ["start", "stop"]
 
 
 def test_what_a_signal_has_left_behind_is_found():
