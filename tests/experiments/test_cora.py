@@ -1,10 +1,7 @@
-"""experiments/cora.py: message passing in each library, mini-batches of nodes, what is refused."""
+"""experiments/cora.py: message passing in each library, and mini-batches of nodes."""
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,6 @@ from torch import nn
 import tyxe
 from tests.experiments.conftest import CLASSES, FEATURES, NODES, graph
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"torch": "torch", "dgl": "dgl", "pyg": "torch_geometric"}
 BACKENDS = [
     pytest.param(
@@ -89,17 +85,6 @@ def test_sum_is_that_of_the_adjacency_matrix(name: str, data):
     alone = graph_of(replace(data.edges, source=data.edges.target))
     degrees = adjacency(data).sum(1, keepdim=True)
     torch.testing.assert_close(sum_neighbours(alone, other), degrees * other)
-
-
-def test_sum_over_the_inputs_is_computed_once(data, monkeypatch: pytest.MonkeyPatch):
-    graph_of, plain = cora.torch_backend()
-    widths = []
-    counted = lambda graph, h: widths.append(h.shape[1]) or plain(graph, h)  # noqa: E731
-    monkeypatch.setitem(cora.BACKENDS, "torch", lambda: (graph_of, counted))
-    net, graph = net_of(cora.backend("torch")[1]), graph_of(data.edges)
-    for _ in range(3):
-        net(graph, data.features).sum().backward()
-    assert widths == [FEATURES] + 3 * [5]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -199,34 +184,3 @@ def test_curvature_of_all_layers_wants_nodes_one_by_one(data):
     precision = bnn.net_guide.precision.to_dense()
     expected = ggn + torch.eye(len(ggn), dtype=torch.double)
     torch.testing.assert_close(torch.linalg.eigvalsh(precision), torch.linalg.eigvalsh(expected))
-
-
-# --------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(("name", "module"), [("dgl", "dgl"), ("pyg", "torch_geometric")])
-def test_missing_library_names_the_extra(
-    name: str, module: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for loaded in [key for key in sys.modules if key.split(".")[0] == module]:
-        monkeypatch.delitem(sys.modules, loaded)
-    monkeypatch.setitem(sys.modules, module, None)
-    message = f'--backend {name} needs {module}: pip install -e ".[{name}]"'
-    with pytest.raises(SystemExit) as left:
-        cora.experiment.main(["--backend", name, "--out", str(folder / "out")])
-    assert left.value.code == message
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("dgl") is None, reason="dgl is not installed: it is the extra 'dgl'"
-)
-def test_dgl_is_imported_without_what_its_torch_had(tmp_path: Path):
-    code = "import cora, sys; cora.import_dgl(); "
-    code += "print(getattr(sys.modules['dgl.graphbolt'], '__file__', None))"
-    paths = [str(ROOT), str(ROOT / "experiments"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "None\n"  # the stand-in
-    assert list(tmp_path.iterdir()) == []  # no file of settings in the home folder

@@ -54,22 +54,3 @@ def test_ddp_makes_the_curves_of_one_process(smoke, monkeypatch, capsys):
         assert f"| 2 processes, same draws | {name} | {curve[0]:.1f} |" in printed
     differences = [line.split(" | ")[-1].rstrip(" |") for line in printed.splitlines()[-2:]]
     assert all(float(difference) < 1e-12 for difference in differences)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        (
-            "--batch",
-            "63",
-            "--batch is 63; expected at most --points 1536, and a number that 2 divides",
-        ),
-        ("--batch", "2000", "--batch is 2000; expected at most --points 1536"),
-    ],
-)
-def test_ddp_refuses_sizes_without_a_step(option, value, expected, monkeypatch, capsys):
-    """As torchrun would start it."""
-    monkeypatch.setattr(ddp, "WORLD", 2)
-    with pytest.raises(SystemExit):
-        ddp.experiment.main([option, value])
-    assert expected in " ".join(capsys.readouterr().err.split())

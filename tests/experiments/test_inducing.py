@@ -172,20 +172,6 @@ def test_levels_get_stronger(way: str):
     assert len(set(distances)) == 1 + len(strengths)
 
 
-def test_longer_fits_have_all_parts_of_a_schedule_longer(monkeypatch):
-    seen, own = [], inducing_images.experiment
-    for name in ("annealed", "cut_at"):
-        function = getattr(inducing_images.common, name)
-        spy = lambda *how, f=function: seen.append((f.__name__, *how)) or f(*how)  # noqa: E731
-        monkeypatch.setattr(inducing_images.common, name, spy)
-    s = own.at("smoke", longer=3)
-    history = inducing_images.fit(s, inducing_images.make_bnn(s, "FFG-U"), s.inducing)
-    assert len(history.loss) == 3 * s.inducing["epochs"]
-    free, annealed, cut = (3 * s.inducing[name] for name in ("free", "annealed", "decay at"))
-    assert sorted(seen) == [("annealed", free, annealed), ("cut_at", cut)]
-    assert own.record(s).path.stem == "inducing_digits_3_times"
-
-
 # --- corrupted images ---------------------------------------------------------------------------
 
 

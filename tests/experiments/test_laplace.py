@@ -23,12 +23,6 @@ def test_image_laplace(smoke):
         assert list(cell["rows"]) == list(image_laplace.ROWS)
 
 
-def test_the_grid_is_the_papers():
-    s = image_laplace.experiment.at("published")
-    assert (len(s.prior_precisions), s.prior_precisions[0]) == (16, 0.01)
-    assert s.prior_precisions[-1] == pytest.approx(1_000)
-
-
 def test_training_and_validation_images_do_not_overlap_and_depend_on_the_seed():
     s = image_laplace.experiment.at("smoke")
     parts = [image_laplace.load(s, "digits", seed) for seed in (0, 0, 1)]
@@ -146,8 +140,3 @@ def test_the_width_of_the_lowest_cross_entropy_is_chosen(every_set, monkeypatch)
     assert bnn.pair == (160, 16)
     assert len(draws) == 6
     assert len({*draws}) == 1  # the same random numbers for all
-
-
-def test_no_image_is_left_to_choose_by(every_set):
-    with pytest.raises(SystemExit, match="no image is left after 80: fewer --training-images"):
-        resnet_ood.choose(resnet_ood.augmentation.at("smoke", training_images=80), 0, None)

@@ -1,11 +1,9 @@
 """experiments/large_graph.py: its graph, what is measured, and its table."""
 
-import importlib.util
-
 import large_graph
 import pytest
 import torch
-from large_graph import DGLLoader, block_model, experiment
+from large_graph import block_model, experiment
 
 
 def test_smoke(smoke):
@@ -18,30 +16,6 @@ def test_smoke(smoke):
         assert ("NLL" in cell) == (way == "sampled")
     assert "| plain net | sampled | torch | 1 |" in found.page
     assert "| mean field, local reparam. | whole graph | torch | 1 |  |  |  |" in found.page
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("dgl") is None, reason="dgl is not installed: it is the extra 'dgl'"
-)
-def test_batches_of_dgl_have_the_sum_of_all_neighbours():
-    s = experiment.at("smoke")
-    nodes, graph, _, sum_neighbours = large_graph.problem(s, "dgl", 0)
-    whole, reached = sum_neighbours(graph, nodes.features), []
-    torch.manual_seed(0)
-    for count in (-1, 3):
-        sums = torch.zeros_like(whole)
-        for _ in range(1 if count < 0 else 400):
-            for (blocks, features), labels in DGLLoader(nodes, graph, [count], s.batch):
-                own = blocks[0].dstdata["_ID"]
-                assert torch.equal(nodes.labels[own], labels)
-                assert bool(nodes.masks["train"][own].all())
-                sums[own] += sum_neighbours(blocks[0], features)
-        train = nodes.masks["train"]
-        error = (sums[train] / (1 if count < 0 else 400) - whole[train]).square().mean().sqrt()
-        reached.append(error / whole[train].square().mean().sqrt())
-    assert reached[0] < 1e-5
-    # A twentieth of the error of one draw, which is 1.96 times the size of the sum.
-    assert reached[1] < 0.1
 
 
 def test_block_model_has_the_degrees_it_is_asked_for():

@@ -102,19 +102,6 @@ def test_ensembles_have_what_was_chosen_for_their_members(rows, monkeypatch):
     assert leaderboard.choose(s, lost, "digits", "known")["0"] == {"reason": "no"}
 
 
-def test_rows_come_with_those_that_they_need():
-    s = leaderboard.experiment.at(
-        "smoke", data=["fashion"], methods=["Laplace, kron", "Multi-SWAG"]
-    )
-    keys = [key for key, _ in leaderboard.cells(s, {})]
-    assert [row for _, row, _ in keys] == ["ML", "MAP", "Laplace, kron", "SWAG", "Multi-SWAG"]
-    assert {tuple(parts) for *_, parts in keys} == {("choice", 0)}
-    s = leaderboard.experiment.at(data=["fashion"], methods=["MCLMC ensemble"])
-    keys = [key for key, _ in leaderboard.cells(s, {})]
-    assert keys[:2] == [("fashion", "ML", ["choice", 0]), ("fashion", "MCLMC ensemble", "none")]
-    assert ("fashion", "ML", 2) in keys
-
-
 def record_of(cells):
     return leaderboard.runner.Record(None, ("data", "method", "seed"), cells=cells)
 
@@ -137,13 +124,6 @@ def test_costs_are_in_units_of_ml_of_that_seed_and_the_best_are_bold():
     assert page.endswith("- IVON: it is said here")
 
 
-def test_within_one_standard_error_is_bold():
-    column = {"a": [1.0, 2.0, 3.0], "b": [2.5], "c": [2.6], "d": []}
-    texts = {"a": "**2.0 ± 0.6**", "b": "**2.5**", "c": "2.6", "d": ""}
-    assert leaderboard.bold(column, ".1f") == texts
-    assert leaderboard.bold({"a": [0.5], "b": [0.9]}, ".1f", True) == {"a": "0.5", "b": "**0.9**"}
-
-
 def test_ranks_of_regression_are_those_of_each_set_and_seed():
     rmse = {"RMSE": 1.0, "interval error %": 1.0}
     cells = {("yacht", "ML", "0"): cell(3.0, **rmse), ("yacht", "MAP", "0"): cell(2.0, **rmse)}
@@ -154,11 +134,6 @@ def test_ranks_of_regression_are_those_of_each_set_and_seed():
     page = leaderboard.table(record_of(cells))["_uci"]
     assert "| MAP | **2.0 ± 1.0** |" in page
     assert "| 2 | 2 | 2 |" in page  # the geometric mean of 1 and 4
-
-
-def test_the_front_is_what_nothing_beats_in_both():
-    points = {"a": (1.0, 3.0), "b": (2.0, 1.0), "c": (3.0, 1.5), "d": (2.0, 2.0), "e": (0.5, 4.0)}
-    assert leaderboard.front(points) == ["e", "a", "b"]
 
 
 def test_scores_of_numbers_are_those_of_mixtures():

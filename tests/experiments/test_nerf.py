@@ -8,7 +8,6 @@ import nerf
 import nerf_scores
 import numpy as np
 import pytest
-import rendering
 import torch
 
 from tests.oracles.cameras import DISTANCE, FOV, cameras, pixel_grid, views_from
@@ -50,7 +49,7 @@ DRAWN = ["Bayesian", "Bayesian, KL x 0.1", "ensemble of 3"]
 NETS = [*nerf.METHODS[:2]]
 
 
-def test_smoke(folder: Path, smoke, capsys):
+def test_smoke(folder: Path, smoke):
     found = smoke(nerf.experiment, "--kl-factors", "1", "0.1")
     assert [key[0] for key in found.cells] == [*NETS, *DRAWN[:2], "member 2", "member 3", DRAWN[2]]
     for (method, _), cell in found.cells.items():
@@ -80,27 +79,6 @@ def test_smoke(folder: Path, smoke, capsys):
     seen = found.cells["ensemble of 3", "0"]["views"]["train"]
     own = members[:, 0, 3].std(0).square().mean().sqrt().item()
     assert seen["silhouette sd"][0] == pytest.approx(own, abs=1e-5)
-    # As if the run had stopped before one of the first: the others are not run again.
-    before = found.record.cells.pop(("Bayesian", "0"))
-    found.record.path.write_text(found.record.text())
-    options = ["--smoke-test", "--kl-factors", "1", "0.1", "--out", str(out)]
-    again = nerf.experiment.main(options)
-    assert "deterministic, 0:" not in capsys.readouterr().out
-    for name in ("errors", "uncertainty", "views", "KL", "curve"):
-        assert again.cells["Bayesian", "0"][name] == before[name]
-    nerf.file_of(again, "Bayesian", "0").unlink()
-    with pytest.raises(SystemExit, match=r"Bayesian_0\.pt, which has the pictures: run without"):
-        nerf.experiment.main([*options, "--figure"])
-
-
-def test_half_of_the_turn_held_out_and_no_other_path(folder: Path, smoke):
-    found = smoke(nerf.experiment, "--gap", "half", "--over", "none", "--methods", "Bayesian")
-    assert found.record.path.stem == "nerf_half"
-    assert [key[0] for key in found.cells] == ["deterministic", "Bayesian"]
-    cell = found.cells["Bayesian", "0"]
-    counts = {part: len(seen["error"]) for part, seen in cell["views"].items()}
-    assert counts == {"train": 4, "held out": 4}
-    assert cell["weight of the KL"] == 1 / (4 * 4 * 16 * 16)
 
 
 # --------------------------------------------------------------------------- net, loss, scores
@@ -216,12 +194,3 @@ def test_one_line_says_what_the_data_lack(options: str, message: str, folder: Pa
     with pytest.raises(SystemExit, match=message) as left:
         nerf.experiment.main(["--smoke-test", *options.split(), "--out", str(folder / "out")])
     assert len(left.value.code.splitlines()) == 1
-
-
-def test_an_archive_without_an_array_is_named(folder: Path):
-    with np.load(folder / "cow" / "cow_views_equator.npz") as archive:
-        arrays = dict(archive)
-    del arrays["R"]
-    np.savez(folder / "other.npz", **arrays)
-    with pytest.raises(ValueError, match=rf"^{folder}/other.npz has no R; expected images, silh"):
-        rendering.load("other.npz")

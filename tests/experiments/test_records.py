@@ -137,9 +137,3 @@ def test_pages_include_every_table_and_no_other():
     # Those of the demo, of benchmarks and of other libraries are no experiments'.
     others = {"quickstart_digits.md", "works_with.md", "methods.md", "gpu.md"}
     assert found - others == made - UNSHOWN
-
-
-def test_a_record_without_what_a_figure_needs_says_so(tmp_path: Path):
-    """It was written before records held curves."""
-    with pytest.raises(SystemExit, match=r"variational_laplace_toy.json has no 'curves', which"):
-        owner("variational_laplace_toy").main(["--figure", "--out", str(RESULTS)])

@@ -1,6 +1,5 @@
 """experiments/resnet.py: all inferences run, stopped runs go on, and bad input is named."""
 
-import sys
 from pathlib import Path
 
 import common
@@ -48,19 +47,6 @@ def test_all_inferences(whole: Path):
             assert len(cell["losses"]) == (3 if starts_at_random else 2)
 
 
-def test_nothing_is_run_again_and_reports_come_from_the_record(whole: Path, capsys):
-    before, page = cells(whole), (whole / "resnet.md").read_text()
-    (whole / "resnet.png").unlink()
-    resnet.experiment.main(["--smoke-test", "--out", str(whole)])
-    printed = capsys.readouterr().out
-    assert printed == f"wrote {whole / 'resnet.png'}\n{page}"
-    assert page.startswith("Width 2, 3 epochs, all training images;")
-    assert cells(whole) == before
-    row = before["mean-field", "0"]
-    assert f"| mean-field | 1 | {row['NLL']:.3f} (0.20) |" in page
-    assert f"| mean-field, weights drawn | 1 | {row['weights drawn']['NLL']:.3f} |" in page
-
-
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(whole: Path, tmp_path: Path):
     options = ["--smoke-test", "--inference", "mean-field", "inducing", "--out", str(tmp_path)]
     stops = [
@@ -87,19 +73,6 @@ def test_low_precision_and_channels_last_change_little(whole: Path, tmp_path: Pa
         assert low["losses"] != full["losses"]
         # Twenty layers that round to eight bits, independently: 20 ** 0.5 * 2 ** -8.
         assert low["losses"] == pytest.approx(full["losses"], rel=0.0175)
-
-
-def test_a_checkpoint_of_other_settings_is_refused(whole: Path, tmp_path: Path):
-    others = ["--checkpoints", str(whole / "checkpoints"), "--width", "3", "--inference", "map"]
-    message = r"resnet_map_0\.pt is of other settings: name other --checkpoints"
-    with pytest.raises(SystemExit, match=message):
-        resnet.experiment.main(["--smoke-test", *others, "--out", str(tmp_path)])
-
-
-def test_missing_torchvision_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision.models.resnet", None)
-    with pytest.raises(SystemExit, match=r'pip install -e "\.\[vision\]"'):
-        resnet.make_net(2, "cifar")
 
 
 def test_images_are_normalised_each_set_by_its_own(every_set):
@@ -210,12 +183,6 @@ def test_a_rise_is_from_the_net_that_a_mean_field_starts_at():
     for key, rows in expected.items():
         assert found[key] == [pytest.approx(row) for row in rows]
     assert "| a quarter | ml, longer | 1 | 1.000 | 0.250 |" in resnet_ood.table(record)
-
-
-def test_loading_leaves_the_random_numbers_of_a_fit(every_set):
-    before = torch.get_rng_state()
-    resnet_ood.other_images(resnet_ood.experiment.at("smoke"))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_standard_deviations_at_their_cap():

@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import common
@@ -106,25 +105,6 @@ def test_a_stopped_run_keeps_its_cells(tmp_path: Path):
     calls = Calls()
     experiment(calls).main(["--out", str(tmp_path)])
     assert calls.made == [("b", 0), ("a", 1), ("b", 1)]  # seeds are the outer loop
-
-
-def test_a_list_in_a_key_stands_for_cells(tmp_path: Path):
-    asked = []
-
-    def cells(s, found):
-        for seed in s.seeds:
-            if missing := [m for m in s.methods if (m, str(seed)) not in found]:
-                asked.append((missing, seed))
-                yield (missing, seed), partial(both, missing)
-
-    def both(names):
-        return {name: {"score": len(name)} for name in names}
-
-    parts = {"cells": cells, "by": ("method", "seed")}
-    experiment(Calls(), **parts).main(["--out", str(tmp_path), "--methods", "a"])
-    found = experiment(Calls(), **parts).main(["--out", str(tmp_path)])
-    assert asked == [(["a"], 0), (["a"], 1), (["b"], 0), (["b"], 1)]
-    assert list(found.cells) == [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]
 
 
 @pytest.mark.parametrize(

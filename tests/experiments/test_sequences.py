@@ -6,7 +6,6 @@ import statistics
 import common
 import numpy as np
 import pytest
-import runner
 import sequence_data
 import split_tasks
 import task_sequences
@@ -108,19 +107,6 @@ def test_outputs_of_other_classes_count_for_nothing_in_training():
     assert net.net.weight.grad.abs().sum(1).bool().tolist() == [True, False, True, False]
     net.classes = None
     assert torch.equal(net(torch.ones(1, 3)), net.net(torch.ones(1, 3)))
-
-
-def test_runs_that_diverged_are_in_the_table(tmp_path):
-    record = runner.Record(tmp_path / "continual.json", ("method", "seed"))
-    tasks = {"tasks": ["a", "b"]}
-    record.cells["ML", "0"] = tasks | {"accuracy": [[1.0], [0.5, 0.7]]}
-    record.cells["ML", "1"] = tasks | {"diverged": "b"}
-    record.cells["kron, strength 1", "0"] = tasks | {"diverged": "a"}
-    page = task_sequences.table(record)
-    assert "| ML | 1 (1 diverged) | 50.0 | 70.0 | 60.0 | 50.0 |" in page
-    assert "| kron, strength 1 | 1 | diverged |  |  |  |" in page
-    assert list(task_sequences.by_label(record)[1]) == ["ML"]
-    assert task_sequences.with_error(torch.tensor([0.5, 0.7])) == "60.0 ± 20.0"
 
 
 def test_split_mnist(smoke, stand_ins):

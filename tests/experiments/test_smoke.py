@@ -14,7 +14,6 @@ import posteriors
 import pytest
 import run
 import runner
-import sklearn_methods
 import task_sequences
 import torch
 import two_clusters
@@ -197,26 +196,6 @@ def test_mile(smoke, airfoil):
 # --------------------------------------------------------------------------- parts of them
 
 
-def test_all_have_one_prior():
-    s = agreement.experiment.at("smoke")
-    case = agreement.OnePrior(agreement.problem(s, "digits"), s, None, 1.0, 1.0)
-    assert isinstance(case.layerwise, tyxe.priors.IIDPrior)
-
-
-def test_adapters_are_what_is_trained():
-    for module in ("peft", "transformers"):
-        pytest.importorskip(module, reason="it is of the extra 'huggingface'")
-    p = evidence.adapted(evidence.experiment.at("smoke"), "lora", 0)
-    first, second = p.make_net(), p.make_net()
-    bnn = tyxe.LaplaceBNN(first, evidence.common.normal(**p.rules), p.likelihood)
-    sites = [*bnn._in_places()]
-    assert len(sites) == 2 * 2 * 2  # layers, maps, factors
-    assert all("lora_" in name for name in sites)
-    body = {n: w for n, w in first.named_parameters() if "lora_" not in n and "classif" not in n}
-    other = dict(second.named_parameters())
-    assert all(torch.equal(w, other[name]) for name, w in body.items())
-
-
 def test_the_grid_is_wide_and_fine_enough():
     """Its moments are those of importance sampling from a wide t-distribution."""
     x, y, _, scale, mean, sd = posteriors.problem("logistic")
@@ -251,20 +230,6 @@ def test_ranks_of_seeds_are_pooled():
     found = posteriors.pooled(record, "regression", "NUTS")
     assert torch.equal(found.ranks["first"], torch.tensor([0, 9, 4, 5] * 2))
     assert posteriors.outer(found) == 0.5
-
-
-def test_every_set_of_scikit_learn_is_there():
-    for name in [*sklearn_methods.NUMBERS, *sklearn_methods.CLASSES]:
-        X, y = sklearn_methods.load(name)
-        assert len(X) == len(y) > 100
-
-
-def test_splits_of_a_seed_are_the_same(airfoil):
-    (x, y), (test, _) = mile.split("airfoil", 1)
-    assert (len(x), len(test)) == (80, 20)
-    torch.testing.assert_close(y.std(0), torch.ones(1))
-    assert bool((mile.split("airfoil", 1)[1][0] == test).all())
-    assert not bool((mile.split("airfoil", 2)[1][0] == test).all())
 
 
 def test_outputs_of_mile_are_a_mean_and_a_scale():

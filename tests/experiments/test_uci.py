@@ -24,13 +24,6 @@ def test_uci(smoke):
     assert f"| digits, accuracy % | 1 | {accuracy:.1f} |" in page
 
 
-def test_one_hidden_layer_has_a_record_of_its_own(smoke):
-    found = smoke(uci.experiment, "--data", "digits", "--columns", "MAP", "--hidden-layers", "1")
-    assert found.record.path.stem == "uci_1_layer"
-    assert "(" not in found.page  # the paper's numbers are of two
-    assert set(found.cells) == {("digits", "MAP", "0")}
-
-
 def test_accuracy_is_that_of_the_likelier_class():
     one = torch.tensor([[2.0], [-1.0], [0.5]])
     assert uci.of_classes(one, torch.tensor([1.0, 0.0, 0.0])[:, None])["accuracy %"] == (
