@@ -233,7 +233,7 @@ def test_a_stop_after_held_out_data_were_scored_leaves_all_members_as_they_were(
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 def test_held_out_scores_that_are_no_numbers_keep_what_was_trained(monkeypatch):
     ensemble, start = ensemble_of(), ensemble_of()
-    monkeypatch.setattr("tyxe.bnn.stacked.held_out_sums", lambda *_: (math.nan, 1.0))
+    monkeypatch.setattr("tyxe.bnn.members.held_out_sums", lambda *_: (math.nan, 1.0))
     ensemble.fit(BATCH, torch.optim.Adam, 2, vectorize=True, validation=BATCH)
     pairs = zip(ensemble.parameters(), start.parameters(), strict=True)
     assert not any(torch.equal(own, other) for own, other in pairs if own.requires_grad)

@@ -19,7 +19,7 @@ from tests.oracles.predictions import (
     net,
     seeded,
 )
-from tyxe.bnn.replay import ReplayedDraws
+from tyxe.bnn.passes import ReplayedDraws
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import HomoskedasticGaussian
 

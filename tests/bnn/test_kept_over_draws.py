@@ -1,7 +1,5 @@
 """What no site touches runs once for all draws, unless that changes what the net returns."""
 
-import warnings
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -15,9 +13,8 @@ from tests.oracles.bnns import NORMAL, mean_field
 from tests.oracles.front_nets import Drops, Net, Residual
 from tests.oracles.nets import NetOf, ReadLast
 from tests.oracles.predictions import seeded
-from tyxe.bnn import laplace_posterior
 from tyxe.bnn.passes import NetOnBatch
-from tyxe.predictive.prefix import SiteFreePrefix
+from tyxe.predictive.forwards import SiteFreePrefix
 from tyxe.priors import IIDPrior
 from tyxe.samplers import HMC, NUTS
 
@@ -321,22 +318,3 @@ def test_draws_that_are_one_are_no_comparison():
     bnn = tyxe.VariationalBNN(net, last(net.head), tyxe.likelihoods.Categorical(N), point)
     bnn.predict(torch.randn(N, 3), num_predictions=3)
     assert not bnn._runtime.compared
-
-
-def test_a_linearised_prediction_of_many_outputs_tells_what_it_takes(monkeypatch):
-    """Of a net that returns classes of each pixel."""
-    conv, x = nn.Conv2d(1, 3, 3, padding=1), torch.randn(2, 1, 10, 10)
-    net = NetOf(lambda self, x: self.conv(x).movedim(1, -1), conv=conv)
-    bnn = tyxe.LaplaceBNN(net, NORMAL, tyxe.likelihoods.Categorical(2))
-    bnn.fit_curvature([(x, torch.randint(3, (2, 10, 10)))])
-    # On a busy machine it takes longer than is silent.
-    monkeypatch.setattr(laplace_posterior, "SLOW", torch.inf)
-    expected = seeded(bnn.predict, x, num_predictions=4)
-    monkeypatch.setattr(laplace_posterior, "SLOW", 0.0)
-    with pytest.warns(tyxe.TyxeWarning, match=r"300 backward passes .* s: predictive='bnn'"):
-        found = seeded(bnn.predict, x, num_predictions=4)
-    assert torch.equal(found, expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        bnn.predict(x, num_predictions=4, predictive="bnn")
-        bnn.predict(x[..., :5, :5], num_predictions=4)

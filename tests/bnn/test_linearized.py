@@ -14,7 +14,7 @@ from pyro.infer import autoguide
 import tyxe
 from tests.oracles.bnns import NORMAL
 from tests.oracles.laplace import ADAM, classifier, fitted
-from tyxe.bnn.replay import ReplayedDraws
+from tyxe.bnn.passes import ReplayedDraws
 from tyxe.bnn.variational import glm_outputs
 from tyxe.curvature import jacobian
 from tyxe.distributions import Gaussian, ParamBlocks

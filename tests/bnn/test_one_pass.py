@@ -19,7 +19,7 @@ from tests.oracles.predictions import seeded
 from tyxe.bnn import outputs, passes
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.guides import AutoNormal
-from tyxe.predictive import one_pass
+from tyxe.predictive import forwards
 
 N, DRAWS = 6, 7
 X, Y = torch.randn(N, 4), torch.randint(3, (N,))
@@ -63,7 +63,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all be as on a GPU."""
-    monkeypatch.setattr(one_pass, "FASTER", dict.fromkeys(one_pass.FASTER, ("cpu",)))
+    monkeypatch.setattr(forwards, "FASTER", dict.fromkeys(forwards.FASTER, ("cpu",)))
     monkeypatch.setattr(outputs, "DRAWS_AT_ONCE", ("cpu",))
 
 
@@ -187,7 +187,7 @@ MIXED = torch.tensor([[1.0, INF, NAN], [2.0, INF, NAN]])
     ],
 )
 def test_outputs_are_alike_up_to_rounding(one: Tensor, other: Tensor, same: bool) -> None:
-    assert one_pass.are_alike(one, other) is same
+    assert forwards.are_alike(one, other) is same
 
 
 def test_a_pass_without_memory_is_made_in_parts(monkeypatch) -> None:
@@ -210,7 +210,7 @@ def test_a_pass_without_memory_is_made_in_parts(monkeypatch) -> None:
 
 
 def test_a_pass_without_memory_holds_none_while_draws_run_in_turn() -> None:
-    made, runs = [], one_pass.OnePass()
+    made, runs = [], forwards.OnePass()
     runs(lambda: PLAIN, lambda: PLAIN)
 
     def together() -> Tensor:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tyxe
 from tests.oracles.predictions import N, S, inputs, make, net, seeded
-from tyxe.bnn.replay import ReplayedDraws
+from tyxe.bnn.passes import ReplayedDraws
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 

@@ -23,7 +23,7 @@ from tyxe.linalg import (
     Operator,
     Sum,
 )
-from tyxe.linalg.state import operator_from_state, operator_state
+from tyxe.linalg.functions import operator_from_state, operator_state
 from tyxe.testing.asserts import assert_close, assert_raises
 
 TOLERANCE = 1e-10

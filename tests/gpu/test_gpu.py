@@ -30,7 +30,7 @@ from tests.soak.flows import (
 from tyxe import program
 from tyxe.bnn import captured
 from tyxe.poutine import flipout, local_reparameterization
-from tyxe.predictive.one_pass import MOST_DRAWN
+from tyxe.predictive.forwards import MOST_DRAWN
 from tyxe.program import Capture
 
 DEVICE = torch.device(os.environ.get("TYXE_GPU", "cuda:0"))

@@ -29,7 +29,6 @@ from tyxe.guides import (
     prune_,
     prune_inducing_,
     scale_below_prior,
-    stationary_scale,
 )
 from tyxe.priors import BinaryPrior, IIDPrior, LambdaPrior
 
@@ -100,8 +99,6 @@ STARTS = (
     (lambda: normal(init_loc_fn=NO_BIAS), VALUE, "no .* value for 'net.bias'; there are weight"),
     (lambda: of_hierarchy(init_loc_fn=init_to_normal_radford), VALUE, "no layer, .* no fan-in"),
     (lambda: normal(CAUCHY, init_scale=scale_below_prior()), VALUE, "finite numbers to start"),
-    (lambda: stationary_scale(0.0, 3), VALUE, "learning_rate is 0.0"),
-    (lambda: stationary_scale(0.1, 0), VALUE, "batch_size is 0"),
     (lambda: SWAGGuide(program(), rank=1), VALUE, "rank is 1"),
     (lambda: normal(POSITIVE, SWAGGuide), VALUE, "'net.weight' has the support .*; hide it"),
 )

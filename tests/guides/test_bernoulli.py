@@ -26,7 +26,7 @@ from tests.oracles.binary import (
     weights,
 )
 from tyxe.bnn import elbo_terms
-from tyxe.bnn.replay import ReplayedDraws
+from tyxe.bnn.passes import ReplayedDraws
 from tyxe.distributions import SignedBernoulli
 from tyxe.errors import TyxeWarning
 from tyxe.guides import AutoBernoulli, PretrainedInitializer, init_to_zero

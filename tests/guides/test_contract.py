@@ -13,7 +13,7 @@ from tests.oracles.programs import program
 from tyxe.distributions.joint import OneEvent
 from tyxe.guides import AutoNormal, Guide
 from tyxe.testing import GUIDES, check_guide
-from tyxe.testing.densities import check_density
+from tyxe.testing.asserts import check_density
 
 
 @pytest.mark.parametrize("builder", GUIDES.values(), ids=GUIDES.keys())

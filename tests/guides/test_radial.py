@@ -7,7 +7,7 @@ import torch
 import torch.distributions as td
 import torch.nn as nn
 
-from tyxe.guides.radial import Radial
+from tyxe.guides.normal import Radial
 from tyxe.testing.asserts import assert_within
 
 

@@ -104,7 +104,7 @@ def test_the_evidence_has_its_gradient_after_a_draw():
     scale = torch.tensor(1.0, requires_grad=True)
     gradients = []
     for draw_first in (False, True):
-        prior = tyxe.laplace.gaussian_prior.with_precision(state.prior, scale, "net.")
+        prior = tyxe.laplace.precision.with_precision(state.prior, scale, "net.")
         found = state.replace(prior=prior)
         if draw_first:
             found.sample()

@@ -12,7 +12,7 @@ import tyxe
 from tyxe.curvature import Curvature
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.laplace import LaplaceState
-from tyxe.laplace.gaussian_prior import gaussian_prior
+from tyxe.laplace.precision import gaussian_prior
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -5,7 +5,7 @@ import torch
 
 from tests.contracts.operators import OPERATORS, PRODUCTS, check_operator
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
-from tyxe.linalg.state import STATE_NAMES, operator_from_state, operator_state
+from tyxe.linalg.functions import STATE_NAMES, operator_from_state, operator_state
 from tyxe.threads import unvalidated
 
 NAN, INF = float("nan"), float("inf")

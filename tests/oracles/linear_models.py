@@ -9,7 +9,9 @@ import tyxe
 from tests.oracles.fits import minimise
 from tyxe.likelihoods import output_hessian
 from tyxe.linalg import Dense
+from tyxe.predictive import refine_variational
 from tyxe.predictive.linear_model import LinearModel
+from tyxe.predictive.natural_gradient import Iterate
 
 # Twelve points: from 12 outputs in all (poisson) to 72 (pixels).
 LIKELIHOODS = {
@@ -65,6 +67,13 @@ def conjugate(model):
 
 
 # ------------------------------------------------------------------ variational
+
+
+def refined(monkeypatch, draws, model, *arguments, **options):
+    """Return what `refine_variational` does with the outputs that `draws` yields."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Iterate, "draws", lambda self, num: draws(self.model, *self.posterior(), num))
+        return refine_variational(model, *arguments, **options)
 
 
 def natural_gradient(model, draws, rate, num_steps):

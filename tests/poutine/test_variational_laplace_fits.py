@@ -26,7 +26,7 @@ from tests.oracles.variational_laplace import (
     terms_of,
     with_labels,
 )
-from tyxe.guides import AutoNormal, AutoRadial, scale_below_prior, stationary_scale
+from tyxe.guides import AutoNormal, AutoRadial, scale_below_prior
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian
 from tyxe.poutine import local_reparameterization, variational_laplace
 
@@ -139,7 +139,7 @@ def test_nothing_is_left_behind_and_draws_are_draws_again():
 
 def test_fixed_variance_trains_means_only():
     _, x, y = small()
-    net, scale = smooth_net(), stationary_scale(0.02, 1)
+    net, scale = smooth_net(), math.sqrt(0.02 / 2)
     guide = functools.partial(
         AutoNormal, init_scale=scale, train_scale=False, init_loc_fn=start_of(net)
     )

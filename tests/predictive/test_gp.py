@@ -12,9 +12,9 @@ from tests.oracles.bnns import NORMAL, mean_field
 from tests.oracles.laplace import STRUCTURES, laplace_bnn
 from tests.oracles.nets import NetOf
 from tyxe.curvature import jacobian
-from tyxe.laplace.gaussian_prior import independent_terms
+from tyxe.laplace.precision import independent_terms
 from tyxe.likelihoods import output_hessian
-from tyxe.predictive.gp import Features, GPPredictive, Part, hessian_root, output_features
+from tyxe.predictive.linear_model import Features, GPPredictive, Part, hessian_root, output_features
 
 TIGHT = {"rtol": 1e-8, "atol": 1e-8}
 LIKELIHOODS = {

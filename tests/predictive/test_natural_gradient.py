@@ -23,7 +23,7 @@ def at_the_mean(model, mean, precision, num_draws):
 
 def around_the_mean(model, mean, precision, num_draws):
     """Outputs that depend on mean and precision, and on no random number."""
-    sd = model.output_covariance(precision).diagonal(dim1=1, dim2=2).sqrt()
+    sd = precision.inverse_quadratic(model.jacobian).diagonal(dim1=1, dim2=2).sqrt()
     for z in (-1.3, 0.4, 1.1):
         yield model.predict(mean) + z * sd.view_as(model.outputs)
 
@@ -42,9 +42,9 @@ def after_some_steps(model):
 @pytest.mark.parametrize("draws", [at_the_mean, around_the_mean])
 @pytest.mark.parametrize("weights", [5, 80])
 @pytest.mark.parametrize("name", linear_models.LIKELIHOODS)
-def test_fifty_steps_are_those_of_the_formula(name, weights, draws):
+def test_fifty_steps_are_those_of_the_formula(monkeypatch, name, weights, draws):
     model = linear_models.made(name, weights, weight=2.5)
-    mean, precision = refine_variational(model, rate=0.1, num_steps=50, expectation=draws)
+    mean, precision = linear_models.refined(monkeypatch, draws, model, rate=0.1, num_steps=50)
     expected_mean, expected_precision = linear_models.natural_gradient(model, draws, 0.1, 50)
     assert isinstance(precision, LowRank if weights == 80 else Dense)
     torch.testing.assert_close(mean, expected_mean, **TIGHT)
@@ -80,29 +80,20 @@ def test_draws_have_the_moments_of_the_posterior(name, weights):
     rows = model.jacobian.flatten(0, 1)
     joint = rows @ torch.linalg.inv(precision.to_dense()) @ rows.mT
     pairs = 5000
-    kept = {
-        "joint_draws": torch.ones_like(joint, dtype=torch.bool),
-        "pointwise_draws": torch.block_diag(*torch.ones_like(model.jacobian @ model.jacobian.mT))
-        > 0,
-    }
-    for method, mask in kept.items():
-        outputs = torch.stack(list(getattr(iterate, method)(2 * pairs))).flatten(1)
-        # Mirrored pairs have the mean exactly, and a draw each of the covariance.
-        torch.testing.assert_close(outputs.mean(0), model.predict(mean).flatten(), **TIGHT)
-        deviations = outputs[::2] - outputs.mean(0)
-        found = deviations.mT @ deviations / pairs
-        expected = joint * mask
-        # The variance of x_i x_j for normal x of mean zero is S_ii S_jj + S_ij^2.
-        variances = expected.diagonal()
-        error = ((variances[:, None] * variances + expected.square()) / pairs).sqrt()
-        assert float(((found - expected).abs() / error).max()) < 5.5
-    blocks = torch.stack(list(joint.view(12, rows.shape[0] // 12, 12, -1).diagonal(dim1=0, dim2=2)))
-    torch.testing.assert_close(iterate._output_covariance(), blocks.movedim(-1, 0), **TIGHT)
+    outputs = torch.stack(list(iterate.draws(2 * pairs))).flatten(1)
+    # Mirrored pairs have the mean exactly, and a draw each of the covariance.
+    torch.testing.assert_close(outputs.mean(0), model.predict(mean).flatten(), **TIGHT)
+    deviations = outputs[::2] - outputs.mean(0)
+    found = deviations.mT @ deviations / pairs
+    # The variance of x_i x_j for normal x of mean zero is S_ii S_jj + S_ij^2.
+    variances = joint.diagonal()
+    error = ((variances[:, None] * variances + joint.square()) / pairs).sqrt()
+    assert float(((found - joint).abs() / error).max()) < 5.5
 
 
 def test_mirrored_draws_come_in_pairs():
     iterate = after_some_steps(linear_models.made("categorical", 80))
-    outputs, center = list(iterate.joint_draws(3)), iterate._center()
+    outputs, center = list(iterate.draws(3)), iterate._center()
     assert len(outputs) == 3
     torch.testing.assert_close(outputs[0] + outputs[1], 2 * center, **TIGHT)
     assert float((outputs[2] - outputs[0]).abs().max()) > 0.1
@@ -124,18 +115,17 @@ def test_what_classes_leave_open_costs_nothing(probabilities):
     torch.testing.assert_close(iterate.root @ iterate.root.mT, iterate.hessians[:, 0], **TIGHT)
 
 
-def test_data_that_say_nothing_leave_the_prior():
+def test_data_that_say_nothing_leave_the_prior(monkeypatch):
     model = linear_models.made("categorical", 80)
     saturated = torch.tensor([2000.0, 0.0, -2000.0]).expand(12, 3)
     model = dataclasses.replace(model, outputs=saturated, targets=torch.zeros(12).long())
-    mean, precision = refine_variational(model, rate=1.0, num_steps=1, expectation=at_the_mean)
+    mean, precision = linear_models.refined(monkeypatch, at_the_mean, model, rate=1.0, num_steps=1)
     torch.testing.assert_close(mean, model.prior_mean, **TIGHT)
     torch.testing.assert_close(precision.to_dense(), model.prior_precision.diag(), **TIGHT)
-    assert len(list(started(model, "full").pointwise_draws(2))) == 2
 
 
 @pytest.mark.parametrize("name", linear_models.LIKELIHOODS)
-def test_points_that_are_given_twice(name):
+def test_points_that_are_given_twice(monkeypatch, name):
     # Their kernel is singular, and nothing takes a root of it.
     model = linear_models.made(name, 80)
     first = torch.arange(12) % 6
@@ -145,25 +135,29 @@ def test_points_that_are_given_twice(name):
         outputs=model.outputs[first],
         targets=model.targets[first],
     )
-    mean, precision = refine_variational(model, rate=0.1, num_steps=50, expectation=around_the_mean)
+    mean, precision = linear_models.refined(
+        monkeypatch, around_the_mean, model, rate=0.1, num_steps=50
+    )
     expected_mean, expected_precision = linear_models.natural_gradient(
         model, around_the_mean, 0.1, 50
     )
     torch.testing.assert_close(mean, expected_mean, **TIGHT)
     torch.testing.assert_close(precision.to_dense(), expected_precision, **TIGHT)
-    assert bool(torch.stack(list(started(model, "full").pointwise_draws(2))).isfinite().all())
+    assert bool(torch.stack(list(started(model, "full").draws(2))).isfinite().all())
 
 
 # ------------------------------------------------------------------ numbers
 
 
-def test_single_precision_stays_close():
+def test_single_precision_stays_close(monkeypatch):
     model = linear_models.made("categorical", 80)
     single = linear_models.in_single_precision(model)
-    mean, precision = refine_variational(single, num_steps=50, expectation=around_the_mean)
+    mean, precision = linear_models.refined(monkeypatch, around_the_mean, single, num_steps=50)
     assert mean.dtype == precision.dtype == torch.float32
     assert precision.factor.shape == (80, 36)
-    expected_mean, expected = refine_variational(model, num_steps=50, expectation=around_the_mean)
+    expected_mean, expected = linear_models.refined(
+        monkeypatch, around_the_mean, model, num_steps=50
+    )
     torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
         precision.to_dense().double(), expected.to_dense(), rtol=1e-4, atol=1e-3
@@ -176,9 +170,9 @@ def test_single_precision_stays_close():
 
 def test_pieces_of_the_jacobian_add_up(monkeypatch):
     model = linear_models.made("pixels", 80)
-    whole = refine_variational(model, num_steps=3, expectation=at_the_mean)
+    whole = linear_models.refined(monkeypatch, at_the_mean, model, num_steps=3)
     monkeypatch.setattr("tyxe.predictive.natural_gradient.CHUNK", 7 * 72)
-    mean, precision = refine_variational(model, num_steps=3, expectation=at_the_mean)
+    mean, precision = linear_models.refined(monkeypatch, at_the_mean, model, num_steps=3)
     torch.testing.assert_close(mean, whole[0], **TIGHT)
     torch.testing.assert_close(precision.to_dense(), whole[1].to_dense(), **TIGHT)
 

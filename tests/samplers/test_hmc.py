@@ -8,7 +8,7 @@ import torch
 from tests.oracles import densities
 from tyxe.samplers import HMC, NUTS, Randomness, Run
 from tyxe.samplers.hamiltonian import Settings
-from tyxe.samplers.integrators import Point
+from tyxe.samplers.potential import Point
 
 pytestmark = pytest.mark.usefixtures("double")
 

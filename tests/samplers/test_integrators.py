@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tyxe.samplers import batched
-from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog, minimal_norm, refreshed
+from tyxe.samplers.potential import Point, kinetic_energy, leapfrog, minimal_norm, refreshed
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -8,8 +8,8 @@ import torch
 
 from tests.oracles.densities import cells_p_value, scaled_gaussian
 from tyxe.samplers import MCLMC, Length, Randomness, Run, Transition
-from tyxe.samplers.integrators import Point, minimal_norm
 from tyxe.samplers.mclmc import MCLMCState, Settings
+from tyxe.samplers.potential import Point, minimal_norm
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -8,7 +8,7 @@ from scipy.stats import chi2
 from tests.oracles.trees import Reference
 from tyxe.samplers import NUTS, Randomness, Run, batched
 from tyxe.samplers.hamiltonian import Settings
-from tyxe.samplers.integrators import Point
+from tyxe.samplers.potential import Point
 
 pytestmark = pytest.mark.usefixtures("double")
 

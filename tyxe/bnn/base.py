@@ -29,9 +29,9 @@ from tyxe.bnn.standin import (
 from tyxe.data import Output, pick
 from tyxe.errors import warn
 from tyxe.poutine.draw import substitute_site
-from tyxe.predictive.norms import Statistics, put_statistics
+from tyxe.predictive.forwards import Statistics, put_statistics
 from tyxe.priors import Prior
-from tyxe.priors.selection import parameters_of
+from tyxe.priors.base import parameters_of
 from tyxe.priors.sites import SitePriors
 from tyxe.threads import as_before, exclusive
 from tyxe.util import NET, SITE_PRIORS, Inputs, aligned, outside_inference

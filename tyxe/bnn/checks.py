@@ -22,7 +22,7 @@ from tyxe.errors import warn
 from tyxe.guides.base import AnyGuide
 from tyxe.guides.swag import SWAGGuide
 from tyxe.likelihoods.checks import check_batch
-from tyxe.predictive.norms import norms_of
+from tyxe.predictive.forwards import norms_of
 from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs, is_discrete
 

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from tyxe.bnn.base import DEFAULT_DRAWS
-from tyxe.bnn.replay import ReplayedDraws
+from tyxe.bnn.passes import ReplayedDraws
 from tyxe.bnn.standin import in_modes, modes_of
 from tyxe.bnn.variational import VariationalBNN
 from tyxe.data import Output, Unpack

@@ -17,9 +17,8 @@ from tyxe import check
 from tyxe.bnn.batches import copied, is_loader
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.members import check_apart, fit_in_turn, fit_shares, fit_together
-from tyxe.bnn.passes import not_vectorized
+from tyxe.bnn.passes import DrawsOfEach, ReplayedDraws, map_batches, not_vectorized
 from tyxe.bnn.predict import SupervisedBNN
-from tyxe.bnn.replay import DrawsOfEach, ReplayedDraws, map_batches
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated
 from tyxe.data import Unpack, UnpackedList, concatenated
 from tyxe.errors import warn

@@ -17,14 +17,19 @@ from tyxe.bnn.runtime import fitting
 from tyxe.curvature import Linearization, jacobian
 from tyxe.curvature.collect import check_blocks
 from tyxe.laplace import LaplaceState
-from tyxe.laplace.gaussian_prior import independent_terms
+from tyxe.laplace.precision import independent_terms
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.checks import check_batch
 from tyxe.linalg import Operator
 from tyxe.predictive import refine_laplace, refine_variational
 from tyxe.predictive.gaussian import check_unbounded
-from tyxe.predictive.gp import Features, GPPredictive, hessian_root, output_features
-from tyxe.predictive.linear_model import LinearModel
+from tyxe.predictive.linear_model import (
+    Features,
+    GPPredictive,
+    LinearModel,
+    hessian_root,
+    output_features,
+)
 from tyxe.util import Inputs, tree_map_tensors
 
 Gaussian = tuple[Tensor, Tensor]

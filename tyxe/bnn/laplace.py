@@ -25,7 +25,7 @@ from tyxe.curvature.products import low_rank_curvature
 from tyxe.data import Unpack
 from tyxe.errors import warn
 from tyxe.laplace import LaplaceState, search
-from tyxe.laplace.gaussian_prior import PriorPrecision, with_precision
+from tyxe.laplace.precision import PriorPrecision, with_precision
 from tyxe.laplace.state import warn_of_rounding, with_noise
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import NotPositiveDefiniteError

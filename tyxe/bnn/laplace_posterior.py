@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,10 +22,8 @@ from tyxe.curvature.products import KINDS
 from tyxe.data import Output, Unpack
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
-from tyxe.errors import warn
 from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
-from tyxe.laplace.gaussian_prior import gaussian_prior
-from tyxe.laplace.precision import check_damping
+from tyxe.laplace.precision import check_damping, gaussian_prior
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
 from tyxe.predictive.gaussian import Outputs
@@ -35,7 +32,6 @@ from tyxe.priors.sites import SitePriors
 from tyxe.util import Inputs, outside_inference
 
 # Seconds from which on a linearised batch gives a warning.
-SLOW = 5.0
 
 
 class LaplacePosterior(SupervisedBNN):
@@ -223,7 +219,6 @@ class LaplacePosterior(SupervisedBNN):
 
     def _glm(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         linear = self._linearized_as_fitted(inputs)
-        _warn_of_time(linear)
         covariance = functional_covariance(linear, self.state.precision())
         return linear.result(linear.outputs), linear.result(covariance)
 
@@ -316,19 +311,6 @@ class LaplacePosterior(SupervisedBNN):
         loader = self._to_fit(data_loader)
         batches = map(copied, batches_of(loader, device_for(self, device)))
         return refined(self, self.state, batches, method, structure, options)
-
-
-def _warn_of_time(linear: Linearization) -> None:
-    if (passes := linear.outputs.shape[1:].numel()) < 256:
-        return  # of more, two more passes are no loss
-    linear.gradients(one := torch.ones_like(linear.outputs))
-    start = time.perf_counter()
-    linear.gradients(one)
-    if (seconds := passes * (time.perf_counter() - start)) > SLOW:
-        warn(
-            f"predictive='glm' takes {passes:,} backward passes of this batch, one for each of a "
-            f"point's outputs, and {seconds:.0f} s: predictive='bnn' takes a forward for each draw"
-        )
 
 
 def _take_loaded(bnn: LaplacePosterior, _: Any) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from tyxe import check, data
 from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, check_iterable, device_for, is_loader, on_device
-from tyxe.bnn.passes import NetOnBatch, not_vectorized, stacked, unstacked
+from tyxe.bnn.passes import NetOnBatch, ReplayedDraws, not_vectorized, stacked, unstacked
 from tyxe.bnn.reading import look_at_sites
-from tyxe.bnn.replay import ReplayedDraws
 from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products
@@ -25,10 +24,16 @@ from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
 from tyxe.poutine.draw import Draw, draws_are_lazy
-from tyxe.predictive.closed_form import no_closed_form
+from tyxe.predictive.ensemble import no_closed_form
+from tyxe.predictive.forwards import (
+    DRAWS_AT_ONCE,
+    MOST_DRAWN,
+    Statistics,
+    averaged_statistics,
+    norms_of,
+    put_statistics,
+)
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, check_unbounded
-from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, put_statistics
-from tyxe.predictive.one_pass import DRAWS_AT_ONCE, MOST_DRAWN
 from tyxe.priors import Prior
 from tyxe.rng import RandomStream, drawing_from
 from tyxe.threads import exclusive, handlers

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from tyxe import check
 from tyxe.bnn.batches import check_has_targets
 from tyxe.bnn.outputs import PosteriorBNN
-from tyxe.bnn.replay import ReplayedDraws, map_batches
+from tyxe.bnn.passes import ReplayedDraws, map_batches
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated, rows_of
 from tyxe.data import Unpack, pick
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
-from tyxe.predictive.closed_form import ClosedForm, no_closed_form
 from tyxe.predictive.distributions import distribution_at_draws, gaussian_distribution
-from tyxe.predictive.ensemble import Ensemble
+from tyxe.predictive.ensemble import ClosedForm, Ensemble, no_closed_form
 from tyxe.predictive.evaluation import Scores, gaussian_scores, mixture_scores
 from tyxe.predictive.gaussian import GaussianOutputs, Outputs, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs

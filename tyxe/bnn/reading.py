@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe.bnn.standin import StandIn
 from tyxe.errors import warn
-from tyxe.predictive.norms import norms_of
+from tyxe.predictive.forwards import norms_of
 from tyxe.rng import torch_rng_kept
 from tyxe.threads import only_handlers
 from tyxe.util import (

@@ -11,7 +11,7 @@ from typing import Any
 
 from tyxe.bnn.standin import Outline, in_modes
 from tyxe.curvature.linearize import Linearized
-from tyxe.predictive.one_pass import OnePass
+from tyxe.predictive.forwards import OnePass
 from tyxe.threads import as_before, exclusive
 from tyxe.util import outside_inference
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.poutine.linear_map import watched_forward
-from tyxe.predictive.norms import Statistics
+from tyxe.predictive.forwards import Statistics
 from tyxe.rng import torch_rng
 from tyxe.threads import exclusive
 from tyxe.util import SITE_PRIORS, Inputs, call_with

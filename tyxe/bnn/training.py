@@ -28,7 +28,7 @@ from tyxe.errors import warn
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, make_scheduler, pyro_clipping, scheduler_of
 from tyxe.poutine.variational_laplace import announce_epoch
-from tyxe.predictive.norms import norms_of
+from tyxe.predictive.forwards import norms_of
 from tyxe.processes import Parallel, Processes, checksum, shuffle_anew
 from tyxe.program import copy_into
 from tyxe.rng import by_generators, current_stream

@@ -1,8 +1,7 @@
 """Calibration after training: probabilities, scales, sets with guaranteed coverage, abstaining."""
 
 from tyxe.calibration.base import Calibrated, CalibratedModule, Calibrator
-from tyxe.calibration.conformal import SplitConformal, coverage, size
-from tyxe.calibration.cross import CVPlus
+from tyxe.calibration.conformal import CVPlus, SplitConformal, coverage, size
 from tyxe.calibration.risk import RiskControl
 from tyxe.calibration.scaling import ScaleFactor, TemperatureScaling
 

@@ -3,8 +3,13 @@
 from tyxe.continual.coresets import coreset_indices
 from tyxe.continual.heads import Heads
 from tyxe.continual.intelligence import SynapticIntelligence
-from tyxe.continual.loop import TaskLoop, posterior_to_prior
-from tyxe.continual.metrics import average_accuracy, forgetting, forward_transfer
+from tyxe.continual.loop import (
+    TaskLoop,
+    average_accuracy,
+    forgetting,
+    forward_transfer,
+    posterior_to_prior,
+)
 
 __all__ = [
     "Heads",

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from tyxe import check
 from tyxe.bnn import BNN
 from tyxe.errors import warn
-from tyxe.priors.selection import named_by
+from tyxe.priors.base import named_by
 from tyxe.util import pyro_sample_sites
 
 Task = str | int

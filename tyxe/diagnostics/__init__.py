@@ -2,16 +2,17 @@
 
 from tyxe.diagnostics.diagnose import diagnose
 from tyxe.diagnostics.psis import pareto_k
-from tyxe.diagnostics.reference import (
+from tyxe.diagnostics.report import Line, Report
+from tyxe.diagnostics.sbc import SBC, sbc
+from tyxe.diagnostics.scores import (
     Reference,
+    Scores,
     agreement,
     reference,
+    scores,
     total_variation,
     wasserstein2,
 )
-from tyxe.diagnostics.report import Line, Report
-from tyxe.diagnostics.sbc import SBC, sbc
-from tyxe.diagnostics.scores import Scores, scores
 
 __all__ = [
     "SBC",

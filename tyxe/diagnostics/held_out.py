@@ -29,7 +29,7 @@ from tyxe.diagnostics.report import ANY, Line, above, below
 from tyxe.guides import Guide
 from tyxe.metrics.checks import average
 from tyxe.poutine import report
-from tyxe.predictive.norms import fewest_rows, norms_of
+from tyxe.predictive.forwards import fewest_rows, norms_of
 
 # Data sets that are drawn from predictions, by which a calibration error is judged.
 SIMULATED = 200

@@ -30,7 +30,7 @@ from tyxe.guides.normal import MeanField
 from tyxe.guides.swag import SWAGGuide
 from tyxe.laplace.search import spectrum
 from tyxe.poutine import selective_mask
-from tyxe.predictive.norms import fewest_rows
+from tyxe.predictive.forwards import fewest_rows
 from tyxe.threads import handlers
 from tyxe.util import is_constant
 

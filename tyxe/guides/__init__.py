@@ -17,12 +17,10 @@ from tyxe.guides.init import (
     init_to_zero,
     scale_below_net,
     scale_below_prior,
-    stationary_scale,
 )
-from tyxe.guides.normal import AutoNormal, MeanField
+from tyxe.guides.normal import AutoNormal, AutoRadial, MeanField
 from tyxe.guides.prune import parameter_count, prune_, prune_inducing_
 from tyxe.guides.pyro_guide import PyroGuide
-from tyxe.guides.radial import AutoRadial
 from tyxe.guides.swag import SWAGGuide
 
 __all__ = [
@@ -50,5 +48,4 @@ __all__ = [
     "prune_inducing_",
     "scale_below_net",
     "scale_below_prior",
-    "stationary_scale",
 ]

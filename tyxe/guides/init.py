@@ -243,25 +243,3 @@ def scale_below_net(ratio: float = 0.05) -> Callable[[Message], float]:
         return min(largest, max(ratio * size, 0.01 * largest)) if size else largest
 
     return start
-
-
-def stationary_scale(learning_rate: float, batch_size: int) -> float:
-    r"""Return the standard deviation of SGD about a minimum, `sigma^2 = eta / (2 S)`.
-
-    With `AutoNormal(init_scale=stationary_scale(...), train_scale=False)` variational Laplace at a
-    fixed variance regularises like SGD with that learning rate and batch size [VL eq. 30].
-
-    Args:
-        learning_rate: `eta`, of plain SGD on the mean loss.
-        batch_size: `S`.
-
-    Raises:
-        ValueError: one of them is not positive.
-
-    Example:
-        >>> stationary_scale(0.02, 100)
-        0.01
-    """
-    check.number("learning_rate", learning_rate, above=0)
-    check.count("batch_size", batch_size)
-    return math.sqrt(learning_rate / (2 * batch_size))

@@ -11,7 +11,7 @@ from torch import Tensor
 from tyxe import check
 from tyxe.distributions import Gaussian
 from tyxe.errors import warn
-from tyxe.laplace.gaussian_prior import independent_terms, with_precision
+from tyxe.laplace.precision import independent_terms, with_precision
 from tyxe.laplace.state import LaplaceState
 from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, LowRank, Operator
 from tyxe.linalg.kronecker import is_one_number

@@ -2,11 +2,10 @@
 
 from tyxe.likelihoods.base import Likelihood
 from tyxe.likelihoods.censored import Censored, censored_targets, log_tails
-from tyxe.likelihoods.counts import NegativeBinomial, Poisson
+from tyxe.likelihoods.counts import NegativeBinomial, Ordinal, Poisson
 from tyxe.likelihoods.discrete import Bernoulli, Categorical
 from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian, StudentT
 from tyxe.likelihoods.joint import Joint
-from tyxe.likelihoods.ordinal import Ordinal
 from tyxe.likelihoods.output_hessian import output_hessian, output_hessian_sqrt
 
 __all__ = [

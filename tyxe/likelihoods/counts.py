@@ -1,16 +1,21 @@
-"""Counts: with the variance of their mean, or with a larger one."""
+"""Counts, with the variance of their mean or a larger one, and ordered classes such as grades."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pyro.distributions as dist
+import torch
 import torch.distributions as td
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, pad
 
+from tyxe import check
 from tyxe.likelihoods.base import Latents, Likelihood
+from tyxe.likelihoods.checks import log_mean_exp, stacked
+from tyxe.likelihoods.discrete import LogitCategorical
 from tyxe.likelihoods.own_parameter import OwnParameter
-from tyxe.likelihoods.reductions import log_mean_exp, stacked
+from tyxe.util import at_least_float32
 
 
 class _LogMean(Likelihood):
@@ -88,3 +93,93 @@ class NegativeBinomial(_LogMean, OwnParameter):
         logits = predictions - count.log()
         found = dist.NegativeBinomial(count, logits=logits, validate_args=False)
         return found.to_event(self.event_dim)
+
+
+class Ordinal(Likelihood):
+    """One of `K` ordered classes; predictions are one number `(n, ..., 1)` for each target.
+
+    `p(y <= k) = sigmoid(c_k - f)`, with cut points `c_1 < ... < c_(K-1)` that are trained with the
+    net, as `c_1` and `log(c_k - c_(k-1))`. Targets are integers `(n, ...)` from 0. Aggregated
+    predictions are logs of the mean probabilities, `(n, ..., K)`, and errors misclassifications.
+    The other arguments are those of `Likelihood`.
+
+    Args:
+        num_classes: `K`, 2 or more.
+        cut_points: where they start, `(K - 1,)`; by default at quantiles of a logistic
+            distribution, so that all classes are equally likely for the output 0.
+            `likelihood.requires_grad_(False)` keeps them fixed, which MCMC needs.
+
+    Raises:
+        TypeError: `num_classes` is not an integer.
+        ValueError: a wrong number of cut points, or cut points that do not increase; predictions
+            whose last dimension is not 1; a target outside `0 ... K - 1`.
+
+    Example:
+        >>> likelihood = Ordinal(100, num_classes=3, cut_points=torch.tensor([-1.0, 1.0]))
+        >>> likelihood.class_logits(torch.zeros(1, 1)).exp().detach()
+        tensor([[0.2689, 0.4621, 0.2689]])
+    """
+
+    has_classes = is_zero_outside = True
+
+    def __init__(
+        self,
+        dataset_size: float | None,
+        num_classes: int,
+        event_dim: int = 0,
+        name: str = "likelihood",
+        *,
+        cut_points: Tensor | None = None,
+    ) -> None:
+        super().__init__(dataset_size, event_dim, name)
+        self.num_classes = check.count("num_classes", num_classes, 2)
+        if cut_points is None:
+            cut_points = (torch.arange(1, num_classes, device="cpu") / num_classes).logit()
+        cuts = check.tensor("cut_points", cut_points).detach()
+        check.shape("cut_points", cuts, (num_classes - 1,), ", one less than classes")
+        check.numbers("cut_points", cuts, "finite numbers")
+        gaps = check.numbers("a step of cut_points", cuts.diff(), "numbers that grow", above=0)
+        self.first_cut, self.log_gaps = nn.Parameter(cuts[0].clone()), nn.Parameter(gaps.log())
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, num_classes={self.num_classes}"
+
+    @property
+    def cut_points(self) -> Tensor:
+        """The increasing numbers between classes, `(K - 1,)`."""
+        return self.cut_points_as(self.log_gaps.dtype)
+
+    def cut_points_as(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers between classes, computed in a dtype."""
+        return self.first_cut.to(dtype) + pad(self.log_gaps.to(dtype).exp().cumsum(0), (1, 0))
+
+    @check.arguments
+    def class_logits(self, predictions: Tensor) -> Tensor:
+        """Return logs of the probabilities of classes, also of aggregated predictions."""
+        predictions = at_least_float32(predictions)
+        if predictions.dim() > 1 and predictions.shape[-1] == self.num_classes:
+            return predictions.log_softmax(-1)
+        self.check_predictions(predictions)
+        logits = self.cut_points_as(predictions.dtype) - predictions  # of y <= k
+        # sigma(b) - sigma(a) = sigma(b) sigma(-a) (1 - exp(a - b))
+        between = pad((-torch.expm1(-self.log_gaps.to(logits).exp())).log(), (1, 1))
+        return pad(logsigmoid(logits), (0, 1)) + pad(logsigmoid(-logits), (1, 0)) + between
+
+    def check_predictions(self, predictions: Tensor) -> None:
+        """Raise unless there is one number for each target."""
+        hint = ", one number for each target"
+        check.shape("what Ordinal got as predictions", predictions, ("n", ..., 1), hint)
+
+    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
+        return LogitCategorical(self.class_logits(predictions)).to_event(self.event_dim)
+
+    def prepare_targets(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return targets if targets.is_floating_point() else targets.long()
+
+    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return (self.class_logits(predictions).argmax(-1) != targets).to(predictions.dtype)
+
+    def aggregate_predictions(
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
+    ) -> Tensor:
+        return log_mean_exp(self.class_logits(stacked(predictions, dim)), dim, weights)

@@ -18,7 +18,7 @@ from tyxe import check
 from tyxe.data import Targets
 from tyxe.errors import warn
 from tyxe.likelihoods.base import Latents, Likelihood
-from tyxe.likelihoods.reductions import log_mean_exp, mean_over, stacked
+from tyxe.likelihoods.checks import log_mean_exp, mean_over, stacked
 from tyxe.util import at_least_float32, without_events
 
 TOLERANCE = 1e-3  # of sums of probabilities

@@ -15,8 +15,8 @@ from torch.nn.functional import softplus
 from tyxe import check
 from tyxe.data import Targets
 from tyxe.likelihoods.base import Latents, Likelihood, Predictions
+from tyxe.likelihoods.checks import mean_of, mean_over, moments, stacked
 from tyxe.likelihoods.own_parameter import OwnParameter, expanded
-from tyxe.likelihoods.reductions import mean_of, mean_over, moments, stacked
 
 
 class _Noisy(OwnParameter):

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.likelihoods.base import Latents, Likelihood
-from tyxe.likelihoods.counts import NegativeBinomial, Poisson
+from tyxe.likelihoods.counts import NegativeBinomial, Ordinal, Poisson
 from tyxe.likelihoods.discrete import Bernoulli, Categorical
 from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian, StudentT
-from tyxe.likelihoods.ordinal import Ordinal
 from tyxe.util import at_least_float32
 
 

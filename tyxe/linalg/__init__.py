@@ -5,7 +5,7 @@ draws, scales and added diagonals. `Dense`, `Cholesky`, `Diagonal`, `LowRank` an
 implement it for one structure, `BlockDiagonal`, `Sum` and `Inverse` for combinations.
 """
 
-import tyxe.linalg.state  # noqa: F401  (registers the form of operators in states)
+import tyxe.linalg.functions  # noqa: F401  (registers the form of operators in states)
 from tyxe.linalg.base import Operator
 from tyxe.linalg.checks import NotPositiveDefiniteError
 from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum

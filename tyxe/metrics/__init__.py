@@ -20,17 +20,15 @@ probabilities that are negative or do not sum to one, classes, levels and number
 from tyxe.metrics.classification import (
     accuracy,
     adaptive_calibration_error,
+    aurc,
     brier_score,
     calibration_curve,
     expected_calibration_error,
-    nll,
-    predictive_entropy,
-)
-from tyxe.metrics.ranking import (
-    aurc,
     fpr_at_tpr,
+    nll,
     ood_aupr,
     ood_auroc,
+    predictive_entropy,
     risk_coverage_curve,
 )
 from tyxe.metrics.regression import (

@@ -5,13 +5,15 @@ draws on `ax`, or if it is None on the axes of a new figure, and returns the axe
 shows or saves the figure. Inputs are checked as in `tyxe.metrics`, with its errors.
 """
 
-from tyxe.plotting.classification import (
+from tyxe.plotting.predictions import (
     calibration_curve,
     entropy_ecdf,
     ood_histogram,
+    pit_histogram,
+    predictive_band,
+    qq,
     risk_coverage,
 )
-from tyxe.plotting.regression import pit_histogram, predictive_band, qq
 from tyxe.plotting.training import accuracy_over_tasks, history
 
 __all__ = [

@@ -22,8 +22,8 @@ from tyxe.likelihoods import (
     Poisson,
     StudentT,
 )
+from tyxe.likelihoods.checks import log_mean_exp
 from tyxe.likelihoods.joint import of_part
-from tyxe.likelihoods.reductions import log_mean_exp
 from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
 from tyxe.util import at_least_float32
 

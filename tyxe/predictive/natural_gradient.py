@@ -13,7 +13,7 @@ is a product with `J` for the draws. This is cheaper where there are fewer outpu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,12 +23,15 @@ from torch import Tensor
 from tyxe import check
 from tyxe.linalg import LowRank, Operator
 from tyxe.linalg.checks import check_finite
-from tyxe.predictive.gp import Conditioned, Features, Part
-from tyxe.predictive.linear_model import CHUNK, STRUCTURES, LinearModel, Posterior
-from tyxe.predictive.links import sample_outputs
-
-# From a model, a mean, a precision and a number of draws to outputs.
-Draws = Callable[[LinearModel, Tensor, Operator, int], Iterator[Tensor]]
+from tyxe.predictive.linear_model import (
+    CHUNK,
+    STRUCTURES,
+    Conditioned,
+    Features,
+    LinearModel,
+    Part,
+    Posterior,
+)
 
 # Class Hessians have an eigenvalue of zero, which rounding leaves far below this.
 NEGLIGIBLE = 1e-8
@@ -51,36 +54,22 @@ class Iterate(ABC):
         `(N, K)`, and `blocks` `E[H]`, `(N, R, C, C)`.
         """
 
-    def joint_draws(self, num: int) -> Iterator[Tensor]:
+    def draws(self, num: int) -> Iterator[Tensor]:
         """Yield outputs `(N, ...)` of draws of the weights, which are the same for all points.
 
         Every second draw is the mirror image of the one before.
         """
-        return _mirrored(self._center(), self._joint_deviations, num)
-
-    def pointwise_draws(self, num: int) -> Iterator[Tensor]:
-        """Yield outputs `(N, ...)` drawn for each point separately, every second a mirror image."""
-        covariance = self._output_covariance()
-        zeros = covariance.new_zeros(covariance.shape[:-1])
-        return _mirrored(self._center(), lambda half: sample_outputs(zeros, covariance, half), num)
+        center, deviations = self._center(), self._deviations((num + 1) // 2)
+        for index in range(num):
+            yield center + deviations[index // 2].view_as(center) * (1 - 2 * (index % 2))
 
     @abstractmethod
     def _center(self) -> Tensor:
         """Return the outputs at `mu`, `(N, ...)`."""
 
     @abstractmethod
-    def _joint_deviations(self, num: int) -> Tensor:
+    def _deviations(self, num: int) -> Tensor:
         """Return draws of `J (w - mu)`, `num` times all outputs."""
-
-    @abstractmethod
-    def _output_covariance(self) -> Tensor:
-        """Return `J_n Lambda^-1 J_n^T` of each point, `(N, K, K)`."""
-
-
-def _mirrored(center: Tensor, draw: Callable[[int], Tensor], num: int) -> Iterator[Tensor]:
-    deviations = draw((num + 1) // 2)
-    for index in range(num):
-        yield center + deviations[index // 2].view_as(center) * (1 - 2 * (index % 2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +98,8 @@ class WeightIterate(Iterate):
     def _center(self) -> Tensor:
         return self.model.predict(self.mean)
 
-    def _joint_deviations(self, num: int) -> Tensor:
+    def _deviations(self, num: int) -> Tensor:
         return self.precision.sample((num,)) @ self.model.jacobian.flatten(0, 1).mT
-
-    def _output_covariance(self) -> Tensor:
-        return self.model.output_covariance(self.precision)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,19 +182,13 @@ class OutputIterate(Iterate):
         moved = (self.share - 1) * self.offset + self.kernel @ self.dual
         return self.model.outputs + moved.view_as(self.model.outputs)
 
-    def _joint_deviations(self, num: int) -> Tensor:
+    def _deviations(self, num: int) -> Tensor:
         """By Matheron's rule, `e - K R (I + R^T K R)^-1 (R^T e + z)` for `e` of the prior."""
         sd = self.model.prior_precision.rsqrt()
         noise = torch.randn(num, len(sd), dtype=sd.dtype, device=sd.device)
         draws = (self.model.jacobian.flatten(0, 1) @ (noise * sd).mT).double()
         mixed = self._mixed(draws)
         return (draws - self.kernel @ self._pulled(mixed + torch.randn_like(mixed))).mT
-
-    def _output_covariance(self) -> Tensor:
-        points = len(self.model.outputs)
-        by_point = self.kernel.unflatten(0, (points, -1)).unflatten(2, (points, -1))
-        explained = self._given.explained(self._mixed(self.kernel), points)
-        return by_point.diagonal(dim1=0, dim2=2).movedim(-1, 0) - explained
 
 
 def started(model: LinearModel, structure: str) -> Iterate:
@@ -222,12 +202,6 @@ def started(model: LinearModel, structure: str) -> Iterate:
     return WeightIterate(model, structure, model.loc, precision)
 
 
-EXPECTATIONS: dict[str, Callable[[Iterate, int], Iterator[Tensor]]] = {
-    "weights": Iterate.joint_draws,
-    "outputs": Iterate.pointwise_draws,
-}
-
-
 @torch.no_grad()
 def refine_variational(
     model: LinearModel,
@@ -236,7 +210,6 @@ def refine_variational(
     rate: float = 1e-2,
     num_steps: int = 250,
     num_draws: int = 2,
-    expectation: str | Draws = "weights",
 ) -> Posterior:
     r"""Return a Gaussian near the best one for the linearised model, by natural gradients.
 
@@ -254,18 +227,15 @@ def refine_variational(
         structure: of `Lambda`, `"full"` or `"diag"`.
         rate: `rho`, above 0 and at most 1.
         num_steps: number of updates.
-        num_draws: number of draws for each expectation, from torch's generator, in pairs of a draw
-            and its mirror image (so expectations of functions that are linear in the draw are
-            exact).
-        expectation: what is drawn: `"weights"`, the same for all points; `"outputs"`, for each
-            point separately, which is less noisy but needs their covariance in each step; or a
-            function of model, mean, precision and `num_draws` that yields outputs `(N, ...)`.
+        num_draws: number of draws of the weights for each expectation, from torch's generator, in
+            pairs of a draw and its mirror image (so expectations of functions that are linear in
+            the draw are exact).
 
     Returns:
         `mu`, `(P,)`, and `Lambda`; a full one is `LowRank` if outputs are fewer, else `Dense`.
 
     Raises:
-        ValueError: an unknown structure or expectation; a rate out of range; no draws.
+        ValueError: an unknown structure; a rate out of range; no draws.
         RuntimeError: the steps diverge.
 
     References:
@@ -286,15 +256,9 @@ def refine_variational(
     check.choice("structure", structure, STRUCTURES)
     check.number("rate", rate, above=0, most=1)
     check.count("num_draws", num_draws)
-    if isinstance(expectation, str):
-        check.choice("expectation", expectation, EXPECTATIONS)
     iterate = started(model, structure)
     for count in range(1, num_steps + 1):
-        if isinstance(expectation, str):
-            draws = EXPECTATIONS[expectation](iterate, num_draws)
-        else:
-            draws = expectation(model, *iterate.posterior(), num_draws)
-        found = [model.local(outputs) for outputs in draws]
+        found = [model.local(outputs) for outputs in iterate.draws(num_draws)]
         residuals, blocks = (torch.stack(parts).mean(0) for parts in zip(*found, strict=True))
         moved = iterate.moved(residuals, blocks, rate)
         if moved is None:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from tyxe import check
-from tyxe.priors.base import Prior
-from tyxe.priors.elementwise import IIDPrior
-from tyxe.priors.selection import Parameter
+from tyxe.priors.base import Parameter, Prior
+from tyxe.priors.mapping import IIDPrior
 from tyxe.priors.sites import SitePrior
 from tyxe.rng import fresh_seed
 from tyxe.util import resolve_site_name

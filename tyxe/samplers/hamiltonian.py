@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.samplers.adaptation import DualAveraging, Moments, choose, windows
-from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
-from tyxe.samplers.potential import Potential
+from tyxe.samplers.potential import Point, Potential, kinetic_energy, leapfrog
 
 # An energy that is larger than at the start by this has diverged.
 MAX_ENERGY_ERROR = 1000.0

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.samplers.adaptation import choose
-from tyxe.samplers.integrators import Point, minimal_norm, refreshed
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
-from tyxe.samplers.potential import Potential
+from tyxe.samplers.potential import Point, Potential, minimal_norm, refreshed
 
 
 class MCLMCState(NamedTuple):

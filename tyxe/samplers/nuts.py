@@ -16,9 +16,8 @@ from torch import Tensor
 from tyxe import check
 from tyxe.samplers.adaptation import choose
 from tyxe.samplers.hamiltonian import MAX_ENERGY_ERROR, Hamiltonian, Settings
-from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
 from tyxe.samplers.kernel import Randomness, Transition
-from tyxe.samplers.potential import Potential
+from tyxe.samplers.potential import Point, Potential, kinetic_energy, leapfrog
 
 
 class Blocks(NamedTuple):

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.samplers.integrators import Point
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
-from tyxe.samplers.potential import Potential
+from tyxe.samplers.potential import Point, Potential
 
 SCHEDULES = ("constant", "polynomial", "cyclical")
 # Heights above which a chain has diverged, and up to which its samples are good.

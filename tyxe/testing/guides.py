@@ -22,8 +22,7 @@ from tyxe.guides.base import AnyGuide
 from tyxe.priors import DictPrior, IIDPrior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import torch_rng_kept
-from tyxe.testing.asserts import assert_close, assert_raises
-from tyxe.testing.densities import check_density
+from tyxe.testing.asserts import assert_close, assert_raises, check_density
 from tyxe.util import is_discrete
 
 Builder = Callable[[Callable[..., Any]], Any]
