@@ -1,7 +1,6 @@
 """What is written by hand is ours: steps, predictions, inducing weights, curvature, evidence."""
 
 import copy
-import json
 import math
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tyxe
-from tests.benchmarks.helpers import BENCHMARKS, Helper, in_double, small_net
+from tests.benchmarks.helpers import Helper, in_double, small_net
 from tyxe.bnn import elbo_terms
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
@@ -166,19 +165,6 @@ def test_inducing_by_hand_is_ours(helper: Helper) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_sizes_of_inducing_weights_are_the_paper_s(helper: Helper) -> None:
-    """A mean field has twice the net's weights, its norms once."""
-    script = helper("inducing")
-    net = helper("_nets").resnet18()
-    plain = sum(p.numel() for p in net.parameters())
-    norms = sum(
-        p.numel() for n in net.modules() if isinstance(n, nn.BatchNorm2d) for p in n.parameters()
-    )
-    size = script.size(script.ffg_w(net), net)["parameters, to plain"]
-    assert size == pytest.approx((2 * plain - norms) / plain, rel=1e-12)
-    assert script.size(script.inducing(net, 64), net)["parameters, to plain"] < 0.3
-
-
 # --- Laplace ------------------------------------------------------------------------------------
 
 
@@ -247,18 +233,3 @@ def test_sampled_residuals_by_hand_have_the_fisher_as_their_second_moment(helper
     roots = torch.stack([column[0] for column in by_hand.softmax_roots(logits)], 1)
     error = each.std(0) / math.sqrt(count)
     assert bool(((each.mean(0) - roots @ roots.mT).abs() <= 5 * error).all())
-
-
-def test_conventions_were_compared_with_the_peers() -> None:
-    """What is recorded covers every structure and agrees; peers are not part of this project."""
-    path = BENCHMARKS / "results" / "conventions" / "laplace_torch.json"
-    found = json.loads(path.read_text())
-    assert {"laplace-torch", "curvlinops-for-pytorch", "torch", "tyxe"} <= set(found["versions"])
-    assert all(row["difference"] < found["tolerance"] for row in found["rows"])
-    what = {(row["net"], row["what"]) for row in found["rows"]}
-    for net in ("mlp", "cnn"):
-        for name in ("full GGN", "diag GGN", "kron GGN, expand", "kron GGN, reduce"):
-            assert (net, name) in what
-        for structure in ("full GGN", "diag GGN", "kron GGN, expand, without biases"):
-            assert (net, f"evidence, {structure}") in what
-            assert (net, f"functional variance, {structure}") in what

@@ -49,8 +49,3 @@ def test_kept_between_steps(helper: Helper) -> None:
     # Besides, Adam keeps one number for each of the tensors.
     assert plain[script.KEPT] == pytest.approx(4e-6 * (3 * parameters + 6))
     assert ours[script.KEPT] == pytest.approx(4e-6 * (7 * parameters + 12), abs=2e-4)
-
-
-def test_exponent_of_growth(helper: Helper) -> None:
-    sizes = [1.0, 2.0, 5.0]
-    assert helper("memory").exponent(sizes, [3 * s**1.5 for s in sizes]) == pytest.approx(1.5)

@@ -92,11 +92,6 @@ def test_the_gpu_script_finds_the_tests_of_gpus(run_script: RunScript, tmp_path:
     assert re.match(r"\d+ tests collected", case["findings"]["outcome"])
 
 
-def test_an_unknown_case_is_refused_with_the_known_ones(run_script: RunScript) -> None:
-    with pytest.raises(SystemExit, match="the cases are mlp"):
-        run_script("binary_step", "--smoke-test", "--case", "resnet")
-
-
 def test_a_single_case_is_written_beside_the_others(run_script: RunScript, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     how = ("--smoke-test", "--threads", "1", "--json", str(path), "--case")
@@ -139,10 +134,3 @@ def test_the_work_of_a_process_is_one_of_a_group(helper: Helper) -> None:
         assert len(curvature.operator.blocks) == 5  # of four convolutions and a linear map
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_stage_of_start_up_runs_in_an_interpreter_of_its_own(helper: Helper) -> None:
-    startup = helper("startup")
-    startup.fresh("import sys\nassert 'torch' not in sys.modules")
-    with pytest.raises(subprocess.CalledProcessError):
-        startup.fresh("raise SystemExit(1)")

@@ -178,15 +178,6 @@ def test_generators_stay_as_they_are():
 
 
 def test_what_has_no_prior_to_draw_from():
-    class Flat(dist.Normal):
-        def rsample(self, sample_shape=()):
-            raise NotImplementedError("it is improper")
-
-        sample = __call__ = rsample
-
-        def expand(self, batch_shape, _instance=None):
-            return self
-
     def nothing():
         return make(tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_all=True))
 

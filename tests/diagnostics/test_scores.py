@@ -98,15 +98,6 @@ def test_of_an_ensemble():
     assert found["Brier score"] == pytest.approx(float(metrics.brier_score(probs, y)))
 
 
-def test_points_that_weigh_nothing_do_not_count():
-    y = torch.arange(40) % 3
-    model = bnn(likelihoods.Categorical(40), 3)
-    weights = (torch.arange(40) < 25).float()
-    found = scores(model, halves(X, y, weights), 0)
-    alone = scores(model, [(X[:25], y[:25])], 0)
-    assert dict(found) == pytest.approx(dict(alone), rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("likelihood", "y", "count"),
     [

@@ -175,9 +175,3 @@ def smoke(
         return SimpleNamespace(record=record, content=content, cells=record.cells, page=page)
 
     return run
-
-
-def cells_of(table: str) -> dict[str, list[str]]:
-    """Return a Markdown table's cells by the name of the row; of two tables, those of the last."""
-    rows = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in table.splitlines()]
-    return {row[0]: row[1:] for row in rows if len(row) > 1}

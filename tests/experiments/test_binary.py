@@ -1,43 +1,13 @@
 """experiments/binary.py and binary_continual.py: nets of signs, their curves, and what is kept."""
 
 import math
-import statistics
 
 import binary
-import binary_continual
-import common
 import pytest
 import torch
 from torch import nn
 
 import tyxe
-from tests.experiments.conftest import cells_of
-
-
-def test_binary(smoke, stand_ins):
-    found = smoke(binary.experiment)
-    assert len(found.cells) == 2 * len(binary.ROWS)
-    for kind, title in (("cnn", "Convolutional"), ("mlp", "Fully connected")):
-        rows = cells_of(found.page.partition(f"**{title}**")[2].partition("**")[0])
-        assert [row for row in rows if row in binary.ROWS] == list(binary.ROWS)
-        for row in binary.ROWS:
-            cell = found.cells[kind, row, "0"]
-            assert ("weight entropy" in cell) == row.startswith(("Bernoulli", "Beta"))
-            assert cell["curves"]["share of OOD"][-1] == 1
-            has_paper = kind == "cnn" and row != "real weights"
-            assert rows[row][0].endswith(")") == has_paper
-
-
-def test_binary_continual(smoke, stand_ins):
-    found = smoke(binary_continual.experiment)
-    rows = cells_of(found.page)
-    for (row, _), cell in found.cells.items():
-        matrix = cell["accuracy %"]
-        assert [len(seen) for seen in matrix] == [1, 2, 3]
-        mean, first, newest = statistics.fmean(matrix[-1]), matrix[-1][0], matrix[-1][-1]
-        assert rows[row][1:4] == [f"{value:.2f}" for value in (mean, first, newest)]
-        assert ("weight entropy" in cell) == (not row.startswith("STE"))
-    assert found.content["rows"]["Beta, delta 0"] == {"delta": 0.0, "tau": 0.1}
 
 
 def test_gradients_pass_straight_through_the_sign():
@@ -55,28 +25,6 @@ def test_gradients_pass_straight_through_the_sign():
     weight = net[0].weight.detach().clone().requires_grad_()
     nn.functional.cross_entropy(x @ weight.T, target).backward()
     torch.testing.assert_close(real.grad, 0.5 * weight.grad)
-
-
-def test_straight_through_finds_signs_and_keeps_real_weights_in_their_interval():
-    teacher = torch.where(torch.rand(2, 16) < 0.5, -0.25, 0.25)
-    x = torch.randn(400, 16)
-    net = nn.Sequential(nn.Linear(16, 2, bias=False))
-    batches = common.Batches(x, (x @ teacher.T).argmax(-1), 50)
-    net = binary.fit(binary.by_sign_(net), batches, 30, 0.1, [0.5], clip=True)
-    difference = teacher.diff(dim=0)
-    agree = (net[0].weight.diff(dim=0) * difference).sum() / difference.norm() ** 2
-    assert agree > 0.8
-    assert all(parameter.abs().max() <= 1 for parameter in net.parameters())
-
-
-def test_rates_fall_after_shares_of_the_epochs():
-    adam = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=1.0)
-    schedule, rates = binary.stepwise(adam, 8, [0.125, 0.625]), []
-    for _ in range(8):
-        rates.append(adam.param_groups[0]["lr"])
-        adam.step()
-        schedule.step()
-    assert rates == pytest.approx([1] + 4 * [0.1] + 3 * [0.01])
 
 
 def test_curves_of_binary_nets():

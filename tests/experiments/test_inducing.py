@@ -1,32 +1,15 @@
 """experiments/inducing_images.py, inducing weights of two_clusters.py, and their parts."""
 
 import math
-import statistics
 from functools import partial
 
 import inducing_images
 import pytest
 import torch
-import torch.nn.functional as F
 import two_clusters
 
 import tyxe
-from tests.experiments.conftest import cells_of
 from tyxe.testing import check_guide
-
-
-def test_inducing_toy(smoke):
-    found = smoke(two_clusters.inducing_toy)
-    own = ["FFG-W", two_clusters.HELD]
-    assert [key[0] for key in found.cells] == [*two_clusters.METHODS, *own[1:]]
-    for (name, _), cell in found.cells.items():
-        assert ("units in use" in cell) == (name in own)
-        assert len(cell["mean"]) == len(cell["sd"]) == 201
-        # the noise, 0.1, is in every predictive standard deviation
-        assert all(0.0999 < value < math.inf for value in cell["sd"])
-    page = (found.record.path.parent / "inducing_toy_changes.md").read_text()
-    rows = [line.split(" | ")[0][2:] for line in page.splitlines()[2:]]
-    assert rows == own
 
 
 def small_mean_field(net):
@@ -132,63 +115,7 @@ def test_full_by_layer_is_a_guide_of_the_covariance_of_its_factor():
     torch.testing.assert_close(joint.log_prob(value), own.log_prob(value))
 
 
-def test_inducing_images(smoke):
-    found = smoke(inducing_images.experiment, "--parts", "table", "ablation")
-    page, rows = found.page, {}
-    for key, cell in found.cells.items():
-        rows |= cell["rows"] if key[0] == "table" else {}
-    assert list(rows) == [
-        *("deterministic", "ensemble"),
-        *("FFG-W", "FFG-W, 10 % kept", "FFG-W, 1 % kept"),
-        *("FFG-U", "FFG-U, 50 % kept", "FFG-U, 25 % kept", "ensemble-U"),
-    ]
-    # 2 + 2 + 2 values, their common point once
-    assert len([key for key in found.cells if key[0] == "ablation"]) == page.count("| M ") == 5
-    sizes = [line.split()[2] for line in page.splitlines() if line.startswith("| M ")]
-    assert sizes == sorted(sizes, key=lambda size: float(size.rstrip(",")))
-    for name, row in rows.items():
-        assert ("AUROC 8-9" in row) == ("kept" not in name)
-    # 1,384 parameters of the net; of those in norms there is one of each, of the others two
-    counts = {name: row["parameters"] for name, row in rows.items()}
-    assert (counts["deterministic"], counts["ensemble"]) == (1_384, 2 * 1_384)
-    weights = counts["FFG-W"] - 1_384
-    dropped = weights - 10 - round(0.1 * (weights - 10))  # of all but the biases
-    assert counts["FFG-W"] - counts["FFG-W, 10 % kept"] == 2 * dropped
-
-
-@pytest.mark.parametrize("way", inducing_images.CORRUPTIONS)
-def test_levels_get_stronger(way: str):
-    """Each is further from the image than the one before, and the same at every call."""
-    corrupt, strengths = inducing_images.CORRUPTIONS[way]
-    x = F.interpolate(torch.rand(20, 3, 7, 7), (28, 28), mode="bilinear")
-    x, distances = 0.9 * x + 0.1 * torch.rand_like(x), [0.0]
-    for strength in strengths:
-        found = corrupt(x, strength)
-        assert found.shape == x.shape
-        assert torch.equal(found, corrupt(x, strength))
-        assert 0 <= found.min() <= found.max() <= 1
-        distances.append((found - x).square().mean().item())
-    assert distances == sorted(distances)
-    assert len(set(distances)) == 1 + len(strengths)
-
-
 # --- corrupted images ---------------------------------------------------------------------------
-
-
-def test_corruptions(smoke):
-    found = smoke(inducing_images.corruptions)
-    rows = {name: row for cell in found.cells.values() for name, row in cell["rows"].items()}
-    assert list(rows) == [*inducing_images.PAPER]
-    for row in rows.values():
-        assert list(row["corrupted"]) == list(inducing_images.CORRUPTIONS)
-        for scores in row["corrupted"].values():
-            assert [len(values) for values in scores.values()] == [5, 5, 5]
-    accuracy, nll, _, *by_way = map(cells_of, found.page.split("\n\n"))
-    scores = rows["FFG-U"]["corrupted"]
-    third = statistics.fmean(own["NLL"][2] for own in scores.values())
-    assert nll["FFG-U"][3] == f"{third:.2f}"
-    assert accuracy["FFG-U"][5].endswith(" (57)")
-    assert by_way[0]["FFG-U"][0] == f"{statistics.fmean(scores['noise']['accuracy %']):.1f}"
 
 
 def test_what_changes_of_images_keep():

@@ -11,18 +11,6 @@ import torch
 import tyxe
 
 
-def test_image_laplace(smoke):
-    found = smoke(image_laplace.experiment)
-    assert list(found.cells) == [("digits", net, "0") for net in ("mlp", "cnn")]
-    chosen = found.content["settings"]
-    for cell in found.cells.values():
-        assert cell["prior precision"] in chosen["prior precisions"]
-        assert cell["gp factor"] in chosen["gp factors"]
-        factors = [p / cell["prior precision"] for p in cell["tuned precision"].values()]
-        assert all(factor in chosen["tuning factors"] for factor in factors)
-        assert list(cell["rows"]) == list(image_laplace.ROWS)
-
-
 def test_training_and_validation_images_do_not_overlap_and_depend_on_the_seed():
     s = image_laplace.experiment.at("smoke")
     parts = [image_laplace.load(s, "digits", seed) for seed in (0, 0, 1)]
@@ -34,20 +22,6 @@ def test_training_and_validation_images_do_not_overlap_and_depend_on_the_seed():
     assert torch.equal(train[0], parts[1][0][0])
     assert not torch.equal(train[0], parts[2][0][0])
     assert torch.equal(test[0], parts[2][2][0])
-
-
-def test_hmc_is_run_beside_the_first_data_of_a_cubic(smoke):
-    own = laplace_toys.experiments["cubic"]
-    found = smoke(own, "--seeds", "1", "0")
-    names = [f"{name}, {kind}" for name in ("kron", "diag", "full") for kind in KINDS]
-    assert list(found.cells[("0",)]["rows"]) == [*names, "net"]
-    hmc = {seed: "HMC, untuned, bnn" in cell["rows"] for (seed,), cell in found.cells.items()}
-    assert hmc == {"1": True, "0": False}
-    s = own.at("smoke", seeds=[0], without_hmc=True)
-    assert "HMC, untuned, bnn" not in laplace_toys.cubic(s, 0)["rows"]
-
-
-KINDS = ["untuned, glm", "untuned, bnn", "tuned, bnn"]
 
 
 @pytest.fixture
@@ -81,20 +55,6 @@ def test_banana_by_other_numbers_of_layers(smoke, banana, monkeypatch):
 
 
 # --- curvatures of changed images ---------------------------------------------------------------
-
-
-def test_augmentation(smoke, every_set):
-    found = smoke(resnet_ood.augmentation)
-    names = [f"{s}, {kind}" for s in ("kron", "diag") for kind in resnet_ood.CHANGES]
-    assert list(found.cells) == [(name, "0") for name in ("net", *names)]
-    chosen = found.content["settings"]
-    for name in names:
-        tuned = found.cells[name, "0"]["tuned"]
-        assert (tuned["N"], tuned["tau"]) == (*chosen["N"], *chosen["tau"])
-    # A run of some cells has its table and figure.
-    for name in names[1:]:
-        del found.record.cells[name, "0"]
-    resnet_ood.augmentation.report(found.record)
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag"])

@@ -7,13 +7,9 @@ from types import SimpleNamespace
 
 import leaderboard
 import leaderboard_data
-import leaderboard_methods
 import pytest
 import torch
 from leaderboard_methods import METHODS, Fitted, Method
-from torch import nn
-
-import tyxe
 
 S = leaderboard.experiment.at("smoke")
 
@@ -79,16 +75,6 @@ def test_a_knob_is_chosen_first_and_then_the_temperature(rows):
         "1 1": 1.25, "2 1": 0.25, "3 1": None, "2 0.5": 0.0, "2 0.1": pytest.approx(0.16)
     }  # fmt: skip
     assert found["0"]["validation NLL"] == 0.0
-
-
-def test_a_row_that_fails_everywhere_has_its_reason(rows):
-    s, seen = rows
-    found = leaderboard.choose(s, {}, "digits", "lost")
-    assert found["choice"]["reason"] == found["0"]["reason"] == "the loss is nan"
-    told = {("digits", "lost", "choice"): found["choice"]}
-    again = leaderboard.run(s, told, "digits", "lost", 1)
-    assert again == {"reason": "lost: the loss is nan"}
-    assert len(seen) == 3
 
 
 def test_ensembles_have_what_was_chosen_for_their_members(rows, monkeypatch):
@@ -174,37 +160,12 @@ def test_a_net_of_nodes_is_the_same_in_blocks(every_set):
     assert sum(len(y) for _, y in loader) == len(own.loader.x)
 
 
-@pytest.mark.parametrize("name", ["digits", "cifar10", "cora", "yacht"])
-def test_nets_with_a_rate_have_dropout_and_heads_are_last_layers(name, every_set):
-    own = leaderboard_data.problem(S, name, 0)
-    rates = [m.p for m in own.make_net(dropout=0.3).modules() if isinstance(m, nn.Dropout)]
-    assert {*rates} == {0.3}
-    net = own.make_net()
-    assert not any(m.p for m in net.modules() if isinstance(m, nn.Dropout))
-    prior = leaderboard_methods.normal(**leaderboard_methods.Case(own, S, None, 1e-3, 1.0).head)
-    bnn = tyxe.VariationalBNN(net, prior, own.likelihood, tyxe.guides.AutoNormal)
-    last = [m for m in net.modules() if isinstance(m, nn.Linear)][-1]
-    sites = bnn.net_guide.median().values()
-    assert sum(map(torch.numel, sites)) == sum(p.numel() for p in last.parameters())
-
-
 def test_parts_of_regression_are_standardised_by_those_to_train(every_set):
     own = leaderboard_data.problem(S, "yacht", 0, 0.5)
     assert own.unit == 0.25
     torch.testing.assert_close(own.loader.y.std(0), torch.ones(1))
     counts = [len(own.parts[part][1]) for part in ("validation", "test")]
     assert [len(own.loader.x), *counts] == [38, 10, 12]  # of 60 rows
-
-
-def test_rates_fall_as_a_cosine_to_what_is_left():
-    group = {"lr": 2.0}
-    bnn = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group]))
-    lower, rates = leaderboard_methods.cosine(8, until=0.5, last=0.5), []
-    for epoch in range(8):
-        lower(bnn, epoch, 0.0)
-        rates.append(group["lr"])
-    fall = [1.0 + 0.5 * (1 + math.cos(math.pi * i / 4)) for i in (1, 2, 3)]
-    assert rates == pytest.approx([*fall, *[1.0] * 5])
 
 
 def test_a_probability_of_zero_in_single_precision_has_a_finite_nll():

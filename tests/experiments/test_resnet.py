@@ -114,50 +114,6 @@ def test_nets_are_torchvisions(width: int):
         assert shapes == [p.shape for p in own.parameters()]
 
 
-def test_what_is_told_from_known_images(smoke, every_set):
-    found = smoke(resnet_ood.experiment, "--setups", "two classes")
-    assert [*found.cells] == [("two classes", row, "0") for row in resnet_ood.ROWS]
-    # A quarter has each fourth of 40 images.
-    assert len(resnet_ood.prepared(resnet_ood.experiment.at("smoke"), "a quarter")[0][1]) == 10
-    for (setup, row, _), cell in found.cells.items():
-        is_field = row in resnet_ood.FIELDS
-        assert ("at cap" in cell) == ("weights drawn" in cell) == is_field
-        assert f"**{setup.capitalize()}**" in found.page
-        for scores in (cell, cell.get("weights drawn", cell)):
-            share = scores["accuracy %"] / 100
-            right, wrong = (scores.get(f"AUROC, {part}", 0) for part in ("right", "wrong"))
-            own = share * right + (1 - share) * wrong
-            assert scores["AUROC SVHN"] == pytest.approx(own, abs=2e-4)
-
-
-def test_which_net_a_row_starts_at(every_set, monkeypatch):
-    found, s = [], resnet_ood.experiment.at("smoke", steps=8)
-    net = resnet.make_net(s.width, s.stem)
-    monkeypatch.setattr(resnet, "make_net", lambda *_: net)
-    monkeypatch.setattr(resnet_ood, "scored", lambda *_, **how: {})
-    start = net.fc.weight.detach().clone()
-
-    def fit(s, bnn, pair, steps, *_, **how):
-        """A step is to add one to the weight; note where it was, and how many are asked for."""
-        is_plain = bnn.net_guide is None
-        weight = bnn.net.fc.weight if is_plain else bnn.net_guide.get_loc("fc.weight")
-        found.append((round((weight - start).mean().item()), steps))
-        with torch.no_grad():
-            weight += 1
-        return bnn
-
-    monkeypatch.setattr(resnet_ood, "fit", fit)
-    # Nets that rows share are fitted once, and are not changed by a row.
-    expected = {"ml, longer": [(0, 8), (1, 4)], "mean field about ml, longer": [(2, 4)]}
-    expected |= {row: [(1, 4)] for row in resnet_ood.FIELDS if row not in expected}
-    for row, fits in expected.items():
-        resnet_ood.run(s, "ten classes", row, 0)
-        assert (row, found) == (row, fits)
-        found.clear()
-    resnet_ood.run(s, "four times the steps", "mean field", 0)
-    assert found == [(0, 32), (1, 4)]
-
-
 def test_a_rise_is_from_the_net_that_a_mean_field_starts_at():
     def cell(auroc, test, train):
         scores = {"AUROC SVHN": auroc, "NLL": test, "training NLL": train}
@@ -194,22 +150,3 @@ def test_standard_deviations_at_their_cap():
     wide = common.mean_field(net, init_scale=0.0999, max_guide_scale=0.1)
     bnn = tyxe.VariationalBNN(net, common.normal(), likelihood, wide)
     assert resnet_ood.at_cap(bnn, 0.1) == 1
-
-
-def test_images_of_other_kinds():
-    x = torch.rand(5, 3, 32, 32)
-    found = resnet_ood.shuffled(x, 8)
-    assert found.shape == x.shape
-    assert not torch.equal(found, x)
-    # the same pixels in each channel, and whole patches of them
-    torch.testing.assert_close(found.flatten(2).sort().values, x.flatten(2).sort().values)
-    corner, patches = found[0, :, :8, :8], x[0].unfold(-2, 8, 8).unfold(-2, 8, 8)
-    same = (patches == corner[:, None, None]).all(-1).all(-1).all(0)
-    assert same.sum() == 1
-    black, white = resnet_ood.coloured(torch.zeros(4, 1, 28, 28), 32), torch.ones(4, 1, 28, 28)
-    assert black.shape == (4, 3, 32, 32)
-    assert torch.equal(black, black[..., :1, :1].expand_as(black))
-    torch.manual_seed(0)
-    first = resnet_ood.coloured(white, 32)
-    torch.manual_seed(0)
-    assert not torch.equal(first, resnet_ood.coloured(0 * white, 32))

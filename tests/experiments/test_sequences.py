@@ -1,8 +1,5 @@
 """experiments/task_sequences.py, split_tasks.py."""
 
-import math
-import statistics
-
 import common
 import numpy as np
 import pytest
@@ -11,45 +8,6 @@ import split_tasks
 import task_sequences
 import torch
 from torch import nn
-
-
-@pytest.mark.parametrize("name", ["permuted", "disjoint", "vision"])
-def test_task_sequences(name: str, smoke, stand_ins, monkeypatch):
-    kind = sequence_data.LeNet
-    monkeypatch.setattr(sequence_data, "LeNet", lambda: kind(3, 4, 5))
-    found = smoke(task_sequences.experiments[name])
-    methods = [*found.content["strengths"]]
-    assert [label.partition(",")[0] for label, _ in found.cells] == methods
-    assert {"SI", "ML"} < set(methods)
-    for cell in found.cells.values():
-        count = {"disjoint": 2, "permuted": 2, "vision": 4}[name]
-        assert [len(row) for row in cell["accuracy"]] == list(range(1, count + 1))
-    assert list(found.record.path.parent.glob("**/*.pt")) == []
-    assert ("own classes" in found.page) == (name == "disjoint")
-
-
-def test_online_laplace(smoke, stand_ins, tmp_path, capsys):
-    experiment, methods = task_sequences.experiments["online"], list(task_sequences.ONLINE)
-    methods[methods.index("per-task kron")] = "at once"
-    options = ["--tasks", "4", "--strengths", "3", "--decay", "0.5", "--methods"]
-    found = smoke(experiment, *options, *methods)
-    assert found.record.path.name == "online_laplace_4.json"
-    labels = [f"{method}, lambda 3, decay 0.5" for method in methods]
-    labels[methods.index("at once")] = "at once, decay 0.5"  # it has no strength
-    assert [label for label, _ in found.cells] == labels
-    for cell in found.cells.values():
-        assert [len(row) for row in cell["accuracy"]] == list(range(1, 5))
-    assert len(found.page.splitlines()) == 2 + len(methods)
-    # What learns all tasks at once is untrained until the last, and no curve.
-    axes = task_sequences.over_tasks(found.record).axes[0]
-    lines = {line.get_label(): line for line in axes.lines}
-    last = statistics.fmean(found.cells["at once, decay 0.5", "0"]["accuracy"][-1])
-    assert [*lines["at once, decay 0.5"].get_ydata()] == pytest.approx([100 * last] * 2)
-    # Another decay is another cell of the same record.
-    out = str(found.record.path.parent)
-    options = ["--smoke-test", "--tasks", "4", "--strengths", "3", "--methods", "diag"]
-    record = task_sequences.experiments["online"].main([*options, "--out", out])
-    assert list(record.cells)[len(methods) :] == [("diag, lambda 3", "0")]
 
 
 def test_permuted_tasks_are_orders_of_the_same_images(stand_ins):
@@ -109,21 +67,6 @@ def test_outputs_of_other_classes_count_for_nothing_in_training():
     assert torch.equal(net(torch.ones(1, 3)), net.net(torch.ones(1, 3)))
 
 
-def test_split_mnist(smoke, stand_ins):
-    methods = split_tasks.experiment.settings()["methods"]["choices"]
-    found = smoke(split_tasks.experiment, "--methods", *methods)
-    assert [label for label, _ in found.cells] == [f"{m}, 2 epochs" for m in methods]
-    for cell in found.cells.values():
-        assert [len(row) for row in cell["accuracy"]] == [1, 2, 3, 4, 5]
-        assert list(cell["moves"]) == list(cell["head refitted"])
-        # Two steps a task, in which Adam moves each of the 8 x 784 weights by its rate at most.
-        for row in cell["moves"].values():
-            assert row["updates"] == 2
-            assert 0 < row["means moved"] < 2.01e-3 * math.sqrt(8 * 784)
-    assert list(found.record.path.parent.glob("**/*.pt")) == []
-    assert len(found.page.splitlines()) == (2 + 3) + 1 + (2 + 3 * 5)
-
-
 def test_split_mnist_is_five_pairs_of_digits(stand_ins):
     train, test = split_tasks.tasks()
     assert list(train) == list(test) == ["0/1", "2/3", "4/5", "6/7", "8/9"]
@@ -137,26 +80,6 @@ def test_split_mnist_is_five_pairs_of_digits(stand_ins):
     assert y.shape == (wanted.sum(), 1)
     assert y[:, 0].tolist() == (labels[wanted] == 3).tolist()
     assert [len(part[1]) for part in split_tasks.tasks(7)[0].values()] == [7] * 5
-
-
-def test_split_cifar(smoke, every_set, monkeypatch):
-    learn, given = split_tasks.learn, []
-    monkeypatch.setattr(
-        split_tasks, "learn", lambda *args, **how: given.append(how) or learn(*args, **how)
-    )
-    methods = split_tasks.split_cifar.at("smoke").methods
-    found = smoke(split_tasks.split_cifar)
-    names = ["CIFAR-10", *(f"task {number}" for number in range(2, 7))]
-    faster = {"lr_multipliers": {"scale": 10}}
-    each = {"VCL": faster, "VCL 0.1": faster | {"beta": 0.1}, "ML": {}}
-    assert given == [each[method] for method in methods for _ in names]
-    for cell in found.cells.values():
-        assert cell["tasks"] == names
-        assert [len(row) for row in cell["accuracy"]] == [1, 2, 3, 4, 5, 6]
-    assert list(found.record.path.parent.glob("**/*.pt")) == []
-    head, _, *rows = found.page.splitlines()
-    assert head == f"| method | | runs | {' | '.join(names)} | mean | forgetting |"
-    assert len(rows) == 2 * len(methods)
 
 
 def test_later_tasks_of_split_cifar_have_two_classes_of_each_set(every_set):

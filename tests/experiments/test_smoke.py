@@ -8,15 +8,20 @@ import agreement
 import binary
 import evidence
 import image_laplace
+import inducing_images
+import large_graph
 import mile
 import numpy as np
 import posteriors
 import pytest
+import resnet_ood
 import run
 import runner
+import sequence_data
 import task_sequences
 import torch
 import two_clusters
+import uci
 
 import tyxe
 
@@ -38,13 +43,26 @@ PARTS = [
 STEP = ["true posterior", "Laplace, Hessian", "Laplace, GGN", "Laplace, GGN damped", "HMC"]
 SMALL = ["last_layer_laplace", "mean_field, 2", "swag, 1"]
 LINKS = ["mc, 50 samples", "mc, 2 samples", "probit", "bridge", "the mode"]
+INDUCING = ["deterministic", "FFG-W, 10 % kept", "FFG-U, 25 % kept", "ensemble-U"]
+ONLINE = "--tasks 4 --strengths 3 --decay 0.5 --methods"
+SPLIT = runner.SETTINGS["split_mnist"]["methods"]["choices"]
 UNFAMILIAR = ["ML", "MC dropout", "last layer"]
 # Commands with their options, how many cells there are, and the rows of the table.
 CASES = [
     ("agreement --data yacht", len(agreement.ROWS), agreement.ROWS),
     ("agreement --data digits --methods MAP ensemble", 2, ["MAP", "ensemble"]),
+    ("augmentation", 1 + 2 * len(resnet_ood.CHANGES), ["kron, as they are, untuned"]),
+    ("binary", 2 * len(binary.ROWS), binary.ROWS),
+    ("binary_continual", 9, ["Beta, delta 0"]),
     ("binary_gap", 2 * len(binary.CHANGES), binary.CHANGES),
+    ("corruptions", 4, inducing_images.PAPER),
+    ("fixed_variance", 2 * (2 * 2 + 1), []),
+    ("image_laplace", 2, image_laplace.ROWS),
+    ("inducing_images --parts table ablation", 9, INDUCING),
+    ("inducing_toy", len(two_clusters.METHODS) + 1, two_clusters.METHODS),
+    ("laplace_toys cubic --seeds 1 0", 2, ["net"]),
     ("laplace_toys step", 1, STEP),
+    ("large_graph --backend torch", 2 * len(large_graph.METHODS), large_graph.METHODS),
     ("links", 2, LINKS),
     ("low_rank", 2, ["full", "kron", "diag", "rank 3"]),
     ("mile_beside_bde --methods 'deep ensemble' MILE", 2, ["deep ensemble", "MILE"]),
@@ -52,10 +70,18 @@ CASES = [
     ("moments", 2 * len(posteriors.METHODS), posteriors.METHODS),
     ("next_task", 1, [f"10 units, {name}" for name in task_sequences.CHANGES]),
     ("prior_precision", 2, image_laplace.BY_PRECISION),
+    ("resnet_ood --setups 'two classes'", len(resnet_ood.ROWS), resnet_ood.ROWS),
     ("sbc", 2 * len(posteriors.SBC_METHODS), posteriors.SBC_METHODS),
     (f"sklearn_methods --data friedman wine --rows {shlex.join(SMALL)}", 2 * len(SMALL), SMALL),
+    ("split_cifar", 3, ["VCL 0.1"]),
+    (f"split_mnist --methods {shlex.join(SPLIT)}", len(SPLIT), ["VCL, 2 epochs"]),
+    (f"task_sequences online {ONLINE} {shlex.join(task_sequences.ONLINE)}", 5, []),
+    ("task_sequences disjoint", 7, ["ML"]),
+    ("task_sequences permuted", 3, ["ML"]),
+    ("task_sequences vision", 7, ["ML"]),
     ("transformer", 1, ["ML", "MAP", *PARTS]),
     ("two_clusters regression", 1, FIELDS),
+    (f"uci --data digits --columns {shlex.join(uci.COLUMNS)}", len(uci.COLUMNS), ["digits"]),
     ("unfamiliar --data digits --methods ML 'MC dropout' 'last layer'", 3, UNFAMILIAR),
     ("two_clusters variational_laplace", 1, BETAS),
 ]
@@ -68,6 +94,8 @@ def test_a_run_of_seconds_has_all_its_rows(
     # Before steps are adapted, trees would be as deep as they may.
     short = functools.partial(tyxe.samplers.NUTS, max_tree_depth=4)
     monkeypatch.setattr(tyxe.samplers, "NUTS", short)
+    kind = sequence_data.LeNet
+    monkeypatch.setattr(sequence_data, "LeNet", lambda: kind(3, 4, 5))
     known, words = run.catalogue(), shlex.split(line)
     command = next(c for c in (" ".join(words[:2]), words[0]) if c in known)
     if command in ("links", "sklearn_methods"):
@@ -143,16 +171,77 @@ def of_binary_gap(cells):
         assert sum(changed[key] != value for key, value in binary.BASE.items()) <= 1
 
 
+def of_binary(cells):
+    for (_, row, _), cell in cells.items():
+        assert ("weight entropy" in cell) == row.startswith(("Bernoulli", "Beta"))
+        assert cell["curves"]["share of OOD"][-1] == 1
+
+
+def of_cubic(cells):
+    # Chains take long, and are run for the first data alone.
+    assert ["HMC, untuned, bnn" in cell["rows"] for cell in cells.values()] == [True, False]
+
+
+def of_inducing_images(cells):
+    tables = [cell["rows"] for key, cell in cells.items() if key[0] == "table"]
+    rows = {name: row for table in tables for name, row in table.items()}
+    # 1,384 parameters of the net; of those in norms there is one of each, of the others two
+    counts = {name: row["parameters"] for name, row in rows.items()}
+    assert (counts["deterministic"], counts["ensemble"]) == (1_384, 2 * 1_384)
+    weights = counts["FFG-W"] - 1_384
+    dropped = weights - 10 - round(0.1 * (weights - 10))  # of all but the biases
+    assert counts["FFG-W"] - counts["FFG-W, 10 % kept"] == 2 * dropped
+
+
+def of_inducing_toy(cells):
+    for cell in cells.values():
+        # The noise, 0.1, is in every predictive standard deviation.
+        assert all(0.0999 < value < math.inf for value in cell["sd"])
+
+
+def of_tasks(cells):
+    for cell in cells.values():
+        # After each task, on all so far.
+        seen = [len(row) for row in cell["accuracy"]]
+        assert seen == list(range(1, len(cell["tasks"]) + 1))
+
+
+def of_split_mnist(cells):
+    for cell in cells.values():
+        assert [len(row) for row in cell["accuracy"]] == [1, 2, 3, 4, 5]
+        # Two steps a task, in which Adam moves each of the 8 x 784 weights by its rate at most.
+        for row in cell["moves"].values():
+            assert row["updates"] == 2
+            assert 0 < row["means moved"] < 2.01e-3 * math.sqrt(8 * 784)
+
+
+def of_seen_and_unseen(cells):
+    for cell in cells.values():
+        for scores in (cell, cell.get("weights drawn", cell)):
+            share = scores["accuracy %"] / 100
+            right, wrong = (scores.get(f"AUROC, {part}", 0) for part in ("right", "wrong"))
+            own = share * right + (1 - share) * wrong
+            assert scores["AUROC SVHN"] == pytest.approx(own, abs=2e-4)
+
+
 CHECKS = {
     "agreement": of_agreement,
+    "binary": of_binary,
     "binary_gap": of_binary_gap,
+    "inducing_images": of_inducing_images,
+    "inducing_toy": of_inducing_toy,
+    "laplace_toys cubic": of_cubic,
     "laplace_toys step": of_step,
     "links": of_links,
     "mile_digits": of_mile_digits,
     "moments": of_moments,
     "next_task": of_next_task,
     "prior_precision": of_prior_precision,
+    "resnet_ood": of_seen_and_unseen,
     "sbc": of_sbc,
+    "split_cifar": of_tasks,
+    "split_mnist": of_split_mnist,
+    **{f"task_sequences {kind}": of_tasks for kind in ("disjoint", "online", "permuted", "vision")},
     "two_clusters regression": of_regression,
 }
 

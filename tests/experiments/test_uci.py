@@ -1,27 +1,8 @@
 """experiments/uci.py: splits, nets side by side, and the columns of a split."""
 
-import math
-
 import pytest
 import torch
 import uci
-
-
-def test_uci(smoke):
-    found = smoke(uci.experiment, "--data", "digits", "--columns", *uci.COLUMNS)
-    assert list(found.content["published"]["digits"]) == uci.COLUMNS[:5]
-    assert list(found.cells) == [("digits", column, "0") for column in uci.COLUMNS]
-    cells = found.page.splitlines()[-1].strip("| ").split(" | ")
-    assert cells[:2] == ["digits", "1"]
-    for column, text in zip(uci.COLUMNS, cells[2:], strict=True):
-        row = found.cells["digits", column, "0"]
-        assert row["precision"] in found.content["settings"]["prior precisions"]
-        assert 0 < row["test"] < 2 * math.log(10)
-        assert text.split()[0] == f"{row['test']:.3f}"
-    assert cells[2].endswith("(0.094)")
-    page = found.record.path.with_name("uci_scores.md").read_text()
-    accuracy = found.cells["digits", "MAP", "0"]["accuracy %"]
-    assert f"| digits, accuracy % | 1 | {accuracy:.1f} |" in page
 
 
 def test_accuracy_is_that_of_the_likelier_class():

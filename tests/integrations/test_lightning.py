@@ -119,7 +119,7 @@ def test_parts_of_a_joint_likelihood_are_logged(tmp_path):
     assert expected | {"val_error_kind", "val_error_size"} <= own.callback_metrics.keys()
 
 
-def test_parts_with_missing_targets_are_logged_as_they_are_evaluated(tmp_path):
+def of_joint():
     kinds = torch.full_like(Y, -100)
     kinds[5:9] = Y[5:9]
     points = [(x, {"kind": y, "size": x[:1]}) for x, y in zip(X, kinds, strict=True)]
@@ -127,25 +127,26 @@ def test_parts_with_missing_targets_are_logged_as_they_are_evaluated(tmp_path):
         kind=tyxe.likelihoods.Categorical(N, ignore_index=-100),
         size=tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5),
     )
-    bnn, data = variational(KindAndSize(3), likelihood), DataLoader(points, 7)
-    module = LightningBNN(bnn, ADAM, num_predictions=0)
-    (found,) = trainer(tmp_path).validate(module, data, verbose=False)
-    errors, log_likelihoods = bnn.evaluate(data, num_predictions=0, reduction="mean")
-    for name in likelihood.parts:
-        assert found[f"val_error_{name}"] == pytest.approx(float(errors[name]))
-        expected = pytest.approx(float(log_likelihoods[name]))
-        assert found[f"val_log_likelihood_{name}"] == expected
+    return variational(KindAndSize(3), likelihood), DataLoader(points, 7)
 
 
-def test_metrics_of_batches_count_by_their_weights(tmp_path):
+def of_weights():
     # Of fractions, and of a batch of which nothing counts.
     weights = torch.tensor([0.01, 0.0, 0.4, 3.0]).repeat_interleave(10)
-    data = DataLoader(TensorDataset(X, Y, weights), 10)
-    module = LightningBNN(variational(), ADAM, num_predictions=0)
+    return variational(), DataLoader(TensorDataset(X, Y, weights), 10)
+
+
+@pytest.mark.parametrize("make", [of_joint, of_weights])
+def test_metrics_of_batches_are_those_of_evaluate(tmp_path, make):
+    bnn, data = make()
+    module = LightningBNN(bnn, ADAM, num_predictions=0)
     (found,) = trainer(tmp_path).validate(module, data, verbose=False)
-    error, log_likelihood = module.bnn.evaluate(data, num_predictions=0, reduction="mean")
-    assert found["val_log_likelihood"] == pytest.approx(float(log_likelihood))
-    assert found["val_error"] == pytest.approx(float(error))
+    scores = bnn.evaluate(data, num_predictions=0, reduction="mean")
+    for name, score in zip(("error", "log_likelihood"), scores, strict=True):
+        parts = {f"_{n}": v for n, v in score.items()} if isinstance(score, dict) else {"": score}
+        parts.pop("_joint", None)
+        for ending, value in parts.items():
+            assert found[f"val_{name}{ending}"] == pytest.approx(float(value))
 
 
 @pytest.mark.parametrize("weights", [torch.ones(N), torch.where(torch.arange(N) < 20, 5.0, 0.1)])

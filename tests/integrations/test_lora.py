@@ -54,19 +54,6 @@ def test_factors_are_sites_and_the_body_is_frozen(name):
             assert torch.equal(parameter, body[place]), place
 
 
-def test_kronecker_laplace_of_adapters():
-    net = adapted()
-    bnn = tyxe.LaplaceBNN(net, LORA, likelihood(), structure="kron", output="logits")
-    bnn.fit(texts.batches(), ADAM, 40, unpack=unpack)
-    held_out = texts.batches(texts.Sentences(seed=1))
-    best = bnn.optimize_prior_precision(loader=tyxe.data.Unpacked(held_out, unpack))
-    assert best > 0
-    error, log_likelihood = bnn.evaluate(held_out, num_predictions=40, unpack=unpack)
-    plain = bnn.evaluate(held_out, num_predictions=0, unpack=unpack)[1]
-    assert log_likelihood > plain - 1  # the grid holds the mode's own prediction, nearly
-    assert error < texts.SIZE / 4
-
-
 @pytest.mark.parametrize("name", NETS)
 def test_merged_nets_give_the_same_outputs(name):
     bnn = mean_field(adapted(name), likelihood(), LORA, output="logits")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tyxe
 from tests.soak.flows import (
     FLOWS,
     Flow,
@@ -69,26 +68,6 @@ def test_what_the_host_reads_is_counted() -> None:
             assert host.reads.total() == i + 1
         x.add_(1).sum()
     assert list(host.reads) == ["elsewhere"]
-
-
-def test_reads_are_placed_in_the_package() -> None:
-    likelihood = tyxe.likelihoods.Categorical(10)
-    with pretend() as host:
-        likelihood.check_predictions(torch.zeros(1, 2, device=DEVICE))
-    assert host.reads
-    assert all(place.startswith("likelihoods/discrete.py:") for place in host.reads)
-
-
-def test_a_gradient_is_that_of_the_host() -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    x = torch.randn(5, 3)
-    expected = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
-    with pretend():
-        net.to(DEVICE)
-        loss = net(x.to(DEVICE)).square().sum()
-        found = torch.autograd.grad(loss, list(net.parameters()))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.inner, other)
 
 
 def test_the_device_has_numbers_of_its_own() -> None:
