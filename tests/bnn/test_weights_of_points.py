@@ -135,18 +135,23 @@ def test_chains_by_mini_batches_have_the_mean_of_all_points():
 
 
 @pytest.mark.filterwarnings("ignore:an epoch had")
-@pytest.mark.parametrize("weighted", ["all", "missing", "some"])
+@pytest.mark.parametrize("weighted", ["all", "missing", "missing steps", "some", "mean of one"])
 def test_points_of_weight_zero_and_batches_without_weights_count_as_they_are(weighted):
     """The mode of a mean of four points at 1, and of four that are absent or at 0."""
     x, one = torch.ones(1, 1), torch.ones(1)
+    there, missing = (x, x), (x, torch.nan * x)
     data, expected, size = {
         "all": ([(x, x, one), (x, 0 * x, 0 * one)] * 4, 4 / 5, 4),
-        "missing": ([(x, x), (x, torch.nan * x)] * 4, 4 / 5, 4),  # 2/3 by means of each batch
+        "missing": ([there, missing] * 4, 4 / 5, 4),  # 2/3 by means of each batch
+        "missing steps": ([there, there, missing, missing] * 2, 4 / 5, 4),
         "some": ([(x, x, 3 * one), (x, 0 * x)] * 4, 12 / 17, 16),
+        "mean of one": ([(x, x, 0.5 * one), (x, 0 * x, 1.5 * one)] * 4, 2 / 9, 8),
     }[weighted]
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(size, scale=1.0)
     bnn = tyxe.VariationalBNN(nn.Linear(1, 1, bias=False), NORMAL, likelihood, AutoDelta)
-    bnn.fit(data, functools.partial(torch.optim.SGD, lr=0.01), 300)
+    steps = 2 if weighted == "missing steps" else 1
+    optim = functools.partial(torch.optim.SGD, lr=0.01)
+    bnn.fit(data, optim, 300 * steps, accumulate_steps=steps)
     assert value(bnn) == pytest.approx(expected, abs=0.02)
 
 

@@ -122,10 +122,10 @@ class MeanWeight:
     def load(self, weight: float, points: float) -> float | None:
         """Return how much a step's points weigh in units of those of all steps, itself included.
 
-        It is None where no point has had a weight other than 1.
+        It is None where points weigh 1 on average, in these as in all.
         """
         weights, number = self.sums[0] + weight, self.sums[1] + points
-        if weights == number:
+        if weights == number and weight == points:
             return None
         return weight * number / (points * weights) if weight else 1.0
 

@@ -417,7 +417,8 @@ class Trainer:
         load = self.mean_weight.load(weight, points)
         self.mean_weight.add(weight, points)
         mean = weight / self.processes.count
-        return [own / mean if mean else 0.0 for own, _ in counts], load
+        # Where nothing counts, the step is that of the KL.
+        return [own / mean if mean else 1.0 / len(counts) for own, _ in counts], load
 
     def _particle(
         self, inputs: Inputs, targets: Any, beta: float, load: float | None, share: float
