@@ -248,6 +248,19 @@ def test_a_scheduler_of_the_fit_goes_on_where_it_was(name):
     states.assert_same_state(resumed, whole)
 
 
+def test_schedulers_that_would_lose_rates():
+    one_rate, each = {"scheduler": BY_BATCH, "schedule_by": "batch"}, {"scale": 10.0}
+    plateau = {"scheduler": SCHEDULES["plateau"], "schedule_by": "batch"}
+    for options, match in (
+        (plateau, "compares losses of epochs"),  # and would fall with each batch
+        ({**one_rate, "lr_multipliers": each}, "OneCycleLR replaces the rates of groups"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            states.make().fit([states.data()], torch.optim.Adam, 1, **options)
+    rates = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.0)
+    states.make().fit([states.data()], torch.optim.Adam, 1, scheduler=rates, lr_multipliers=each)
+
+
 def test_what_is_no_scheduler():
     bnn = states.make()
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)

@@ -159,6 +159,14 @@ def test_collect_takes_what_the_prior_hides_and_buffers():
     torch.testing.assert_close(bnn.to_module()(data()[0]), other.eval()(data()[0]))
 
 
+def test_collect_takes_the_other_weights_of_a_subnetwork():
+    few = tyxe.priors.SubnetworkPrior(NORMAL, 2, "last")
+    bnn, other = make(2, two_layers(2, 3, 1), few), two_layers(2, 3, 1)
+    for _ in range(2):
+        bnn.collect(other)
+    torch.testing.assert_close(bnn.to_module()(data()[0]), other(data()[0]))
+
+
 # --------------------------------------------------------------------------- posterior
 
 

@@ -98,7 +98,9 @@ class SWAG_BNN(VariationalBNN):
         with exclusive():
             part_of = self.net_prior.part_of
             self.net_guide.collect({n: part_of(own, state[own]) for n, own in sites.items()})
-            hidden = {name: state[name] for name in state.keys() - sites.values()}
+            # Of a tensor with single random weights, the others are the trained net's.
+            whole = sites.values() - dict(self.net_prior.elements.items()).keys()
+            hidden = {name: state[name] for name in state.keys() - whole}
             self.net.load_state_dict(hidden, strict=False)
 
     def reset(self) -> None:

@@ -230,7 +230,8 @@ def make_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
 
     Raises:
         TypeError: something else.
-        ValueError: a scheduler of another optimiser.
+        ValueError: a scheduler of another optimiser, or one that gives groups of different rates
+            the same.
     """
     if isinstance(scheduler, LRScheduler):
         if scheduler.optimizer is not optimizer:
@@ -240,7 +241,15 @@ def make_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
             )
         return scheduler
     expected = "a class of torch.optim.lr_scheduler or a functools.partial of one"
+    groups = optimizer.param_groups
+    rates = {group["lr"] for group in groups}
     found = check.one_of("scheduler", scheduler, Callable, expected)(optimizer)
+    if len({group.get("initial_lr", group["lr"]) for group in groups}) < len(rates):
+        raise ValueError(
+            f"{type(found).__name__} replaces the rates of groups, which are those of "
+            f"lr_multipliers or the optimiser's own, by one: pass it {len(groups)} of them as a "
+            "list, or take a scheduler that multiplies rates"
+        )
     return check.one_of("what scheduler returns", found, LRScheduler, "a torch scheduler")
 
 
