@@ -103,7 +103,7 @@ for name, method in methods.items():
     how = {"predictive": "glm"} if name == "variational Laplace" else {}
     found[name] = *bnn.predict(grid, num_predictions=4 if small else 100, **how), seconds
     if name == "HMC":
-        print(f"R-hat at most {tyxe.diagnostics.scores(bnn, grid, largest_r_hat=9).r_hat:.3f}")
+        print(f"R-hat at most {tyxe.diagnostics.reference(bnn, grid, largest_r_hat=9).r_hat:.3f}")
 
 # %% [markdown]
 # ## Eighteen bands
