@@ -172,6 +172,15 @@ def test_a_density_much_narrower_than_the_outputs_is_its_integral(likelihood, la
     torch.testing.assert_close(distribution.log_prob(y.expand(3, 4, 1)), found.expand(3, 4))
 
 
+def test_a_density_that_overflows_far_from_the_mean_is_its_integral():
+    likelihood, y = tyxe.likelihoods.Poisson(3), torch.tensor([[0.0], [5.0], [200.0]])
+    mean, variance = torch.zeros(3, 1), torch.full((3, 1, 1), 2.5**2)  # exp(40 * 2.5) is infinite
+    given = tyxe.data.Targets.of(y)
+    found = gaussian_scores(likelihood, mean, variance, given, OPTIONS).log_likelihood
+    exact = gaussian_scores(likelihood, mean.double(), variance.double(), given, OPTIONS)
+    torch.testing.assert_close(found, exact.log_likelihood.float(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("event_dim", [0, 2])
 def test_positions_are_independent_of_each_other(event_dim):
     likelihood = tyxe.likelihoods.Poisson(2, event_dim=event_dim)

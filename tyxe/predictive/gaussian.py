@@ -102,11 +102,11 @@ class GaussianOutputs(NamedTuple):
             outputs = mean + scale * z.view_as(mean)
             return log_density(outputs) - 0.5 * (z.square() + math.log(2 * math.pi))
 
-        nodes = torch.linspace(-8, 8, NUM_NODES - 2, device=mean.device, dtype=mean.dtype)
-        # A target may be further away.
-        nodes = torch.nn.functional.pad(nodes, (1, 0), value=-40.0)
-        nodes = torch.nn.functional.pad(nodes, (0, 1), value=40.0)
-        return _log_integral(joint, nodes.unsqueeze(1).expand(-1, len(mean)))
+        ends = mean.new_tensor([-8.0, 8.0]).unsqueeze(1).expand(2, len(mean))
+        found = _log_integral(joint, *ends)
+        # A target may be further away. Elsewhere a density may overflow there.
+        is_far = torch.stack([joint(end) for end in ends]) > found - 10
+        return _log_integral(joint, *ends.where(~is_far, 5 * ends)) if bool(is_far.any()) else found
 
     def _has_one_number(self) -> bool:
         is_one = self.mean.numel() == len(self.mean) and not self.options.latents
@@ -121,13 +121,15 @@ class GaussianOutputs(NamedTuple):
 
 
 def _log_integral(
-    log_density: Callable[[Tensor], Tensor], nodes: Tensor, most_grids: int = 6
+    log_density: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, most_grids: int = 6
 ) -> Tensor:
-    """Return the log of an integral for each point, by the trapezoidal rule over `(S, n)` nodes.
+    """Return the log of an integral for each point, by the trapezoidal rule between its two ends.
 
     A node that alone has more than a quarter of it lies in a narrow peak. The cells around it then
     get a grid of their own.
     """
+    steps = torch.linspace(0, 1, NUM_NODES, device=low.device, dtype=low.dtype)
+    nodes = low + (high - low) * steps.unsqueeze(1)
     logs = torch.stack([log_density(one) for one in nodes])
     cells = nodes.diff(dim=0)
     terms = logs + _log_weights(cells)
@@ -137,9 +139,8 @@ def _log_integral(
     if most_grids == 1 or not bool(is_narrow.any()):
         return found
     first, last = (top - 10).clamp_min(0), (top + 10).clamp_max(len(nodes) - 1)
-    low, high = (nodes.gather(0, at.unsqueeze(0)) for at in (first, last))
-    steps = torch.linspace(0, 1, len(nodes), device=nodes.device, dtype=nodes.dtype)
-    around = _log_integral(log_density, low + (high - low) * steps.unsqueeze(1), most_grids - 1)
+    low, high = (nodes.gather(0, at.unsqueeze(0))[0] for at in (first, last))
+    around = _log_integral(log_density, low, high, most_grids - 1)
     place = torch.arange(len(cells), device=nodes.device).unsqueeze(1)
     others = cells.masked_fill((place >= first) & (place < last), 0.0)
     elsewhere = (logs + _log_weights(others)).logsumexp(0)
