@@ -125,16 +125,6 @@ def _mlp(d: int, *between: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 4), *between, nn.Linear(4, d))
 
 
-def _lazy(d: int) -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, d))
-
-
-def _nan(d: int) -> nn.Module:
-    net = nn.Linear(2, d)
-    net.weight.data[0, 0] = torch.nan
-    return net
-
-
 NETS: dict[str, Net] = {
     **{name: (_of_outputs(make), inputs) for name, (make, inputs) in architectures.NETS.items()},
     "0-dim parameter": (Scaled, flat),
@@ -157,25 +147,4 @@ NETS: dict[str, Net] = {
     "eval mode": (lambda d: _mlp(d, nn.Dropout(0.5)).eval(), flat),
     "data parallel": (lambda d: nn.DataParallel(_mlp(d, nn.Tanh())), flat),
     "symbolic trace": (lambda d: torch.fx.symbolic_trace(_mlp(d, nn.Tanh())), flat),
-}
-
-# Nets that no BNN can be fitted with, or that part of it cannot use.
-ODD_NETS: dict[str, Net] = {
-    "scripted": (lambda d: torch.jit.script(_mlp(d, nn.Tanh())), flat),
-    "lazy": (_lazy, flat),
-    "tuple of outputs": (lambda d: Then(nn.Linear(2, d), lambda y: (y, y)), flat),
-    "mapping of outputs": (lambda d: Then(nn.Linear(2, d), lambda y: {"logits": y}), flat),
-    "sum over the batch": (lambda d: Then(nn.Linear(2, d), lambda y: y.sum(0)), flat),
-    "a number": (lambda d: Then(nn.Linear(2, d), Tensor.sum), flat),
-    "detached": (lambda d: Then(nn.Linear(2, d), Tensor.detach), flat),
-    "integers": (lambda d: Then(nn.Linear(2, d), lambda y: y.argmax(-1)), flat),
-    "None": (lambda d: Then(nn.Linear(2, d), lambda y: None), flat),
-    "NaN": (_nan, flat),
-    "complex": (lambda d: nn.Linear(2, d, dtype=torch.complex64), lambda: flat().cfloat()),
-    "other dtype": (lambda d: nn.Linear(2, d).double(), flat),
-    "other width": (lambda d: nn.Linear(3, d), flat),
-    "no parameters": (lambda d: nn.Flatten(), flat),
-    "all frozen": (lambda d: nn.Linear(2, d).requires_grad_(False), flat),
-    "meta": (lambda d: nn.Linear(2, d, device="meta"), flat),
-    "points last": (lambda d: Then(nn.Linear(2, d), Tensor.t), flat),
 }

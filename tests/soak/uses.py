@@ -63,73 +63,55 @@ def check_shape(session: Session, values: Any, shape: tuple[int, ...], what: str
 
 def loader(session: Session, inputs: Any, targets: Any) -> Any:
     """Return the data in one of the forms that a loader may have."""
-    form = session.choices.option(
-        "fit",
-        "loader",
-        ["one batch", "one batch", "batches", "tuple", "DataLoader", "generator"],
-        ["pair", "empty", "inputs alone", "tensor", "None", "triples"],
-    )
+    forms = ["one batch", "one batch", "batches", "tuple", "DataLoader", "generator"]
+    form = session.choices.option("loader", forms)
     pieces = [(inputs, targets)]
     # A mask has as many entries as one batch has points.
-    can_split = not _masks() and isinstance(targets, Tensor) and targets.dim() and len(targets) == N
+    can_split = not _masks() and targets.dim() and len(targets) == N
     if form in ("batches", "tuple") and can_split:
         pieces = [(take_rows(inputs, r), targets[r]) for r in (slice(0, 3), slice(3, N))]
     if form == "DataLoader" and can_split and isinstance(inputs, Tensor):
         return DataLoader(TensorDataset(inputs, targets), batch_size=3)
-    odd = {
-        "tuple": tuple(pieces),
-        "generator": (piece for piece in pieces),
-        "pair": (inputs, targets) if isinstance(inputs, Tensor) else targets,
-        "empty": [],
-        "inputs alone": [inputs],
-        "tensor": inputs,
-        "None": None,
-        "triples": [(inputs, targets, targets)],
-    }
-    return odd.get(form, pieces)
+    if form == "generator":
+        return (piece for piece in pieces)
+    return tuple(pieces) if form == "tuple" else pieces
 
 
 def structure(session: Session) -> dict[str, Any]:
     """Return the arguments of a `LaplaceBNN`."""
     option = session.choices.option
     return {
-        "structure": option("fit", "structure", ["kron", "diag", "full"], ["block", None]),
-        "curvature": option("fit", "curvature", ["ggn", "fisher", "empirical"], [1]),
+        "structure": option("structure", ["kron", "diag", "full"]),
+        "curvature": option("curvature", ["ggn", "fisher", "empirical"]),
     }
-
-
-def _epochs(session: Session) -> Any:
-    # Without an epoch, mistakes of the data are not met.
-    epochs = [0, 1, 2, 2] if session.choices.odd is None else [1, 2]
-    return session.choices.option("fit", "num_epochs", epochs, parts.ODD_COUNTS)
 
 
 def _fit_options(session: Session) -> dict[str, Any]:
     option = session.choices.option
     return {
-        "clip_norm": option("fit", "clip_norm", parts.CLIPS, parts.ODD_CLIPS),
+        "clip_norm": option("clip_norm", parts.CLIPS),
         "lr_multipliers": None
         if session.choices.taken["optim"] == "an instance"
-        else option("fit", "lr_multipliers", parts.MULTIPLIERS, parts.ODD_MULTIPLIERS),
-        "callback": option("fit", "callback", [None, lambda bnn, epoch, loss: epoch > 0], []),
+        else option("lr_multipliers", parts.MULTIPLIERS),
+        "callback": option("callback", [None, lambda bnn, epoch, loss: epoch > 0]),
         "progress": False,
     }
 
 
 def _optim(session: Session) -> Any:
-    return session.choices.of("optim", parts.OPTIMISERS, parts.ODD_OPTIMISERS)(session.bnn)
+    return session.choices.of("optim", parts.OPTIMISERS)(session.bnn)
 
 
 def fit_variational(session: Session) -> None:
     option, optim = session.choices.option, _optim(session)
-    epochs = _epochs(session)
+    epochs = option("num_epochs", [0, 1, 2, 2])
     history = session.bnn.fit(
         loader(session, session.inputs, session.targets),
         optim,
         epochs,
-        num_particles=option("fit", "num_particles", [1, 2], parts.ODD_COUNTS),
-        closed_form_kl=option("fit", "closed_form_kl", [True, True, False], []),
-        beta=option("fit", "beta", parts.BETAS, parts.ODD_BETAS),
+        num_particles=option("num_particles", [1, 2]),
+        closed_form_kl=option("closed_form_kl", [True, True, False]),
+        beta=option("beta", parts.BETAS),
         **_fit_options(session),
     )
     check_finite(session, torch.tensor(history.loss + history.kl), "the history")
@@ -137,11 +119,10 @@ def fit_variational(session: Session) -> None:
 
 def fit_laplace(session: Session) -> None:
     data, optim = loader(session, session.inputs, session.targets), _optim(session)
-    epochs = _epochs(session)
+    epochs = session.choices.option("num_epochs", [0, 1, 2, 2])
     if session.choices.chance(0.5):
         session.choices.taken["fit"] = "curvature alone"
         session.bnn.fit_curvature(data, progress=False)
-        session.choices.refused = [r for r in session.choices.refused if "num_epochs" not in r]
     else:
         session.bnn.fit(data, optim, epochs, **_fit_options(session))
     check_finite(session, session.bnn.log_marginal_likelihood(), "the evidence")
@@ -168,14 +149,13 @@ def fit_pytorch(session: Session) -> None:
 def fit_mcmc(session: Session) -> None:
     option, more = session.choices.option, {}
     if session.choices.taken["guide"].startswith("samplers"):
-        starts = [0, "posterior", {"net.weight": torch.zeros(1)}]
-        more["num_chains"] = option("fit", "num_chains", [1, 2], parts.ODD_COUNTS)
-        more["thinning"] = option("fit", "thinning", [1, 2], parts.ODD_COUNTS)
-        more["init"] = option("fit", "init", ["prior", "net"], starts)
+        more["num_chains"] = option("num_chains", [1, 2])
+        more["thinning"] = option("thinning", [1, 2])
+        more["init"] = option("init", ["prior", "net"])
     session.bnn.fit(
         loader(session, session.inputs, session.targets),
-        option("fit", "num_samples", [2, 3], [0, *parts.ODD_COUNTS]),
-        warmup_steps=option("fit", "warmup_steps", [1, 2], [-1, 1.5, "1"]),
+        option("num_samples", [2, 3]),
+        warmup_steps=option("warmup_steps", [1, 2]),
         progress=False,
         **more,
     )
@@ -192,25 +172,17 @@ FITS = {
 # --------------------------------------------------------------------------- uses
 
 
-def _options(session: Session, place: str) -> dict[str, Any]:
+def _options(session: Session) -> dict[str, Any]:
     option = session.choices.option
     predictives = parts.PREDICTIVES
     return {
-        "num_predictions": option(place, "num_predictions", parts.DRAWS, parts.ODD_DRAWS),
-        "aggregate": option(place, "aggregate", [True, True, False], []),
-        "vectorize": option(place, "vectorize", [None, None, False, True], []),
-        "batch_size": option(place, "batch_size", parts.SIZES, parts.ODD_SIZES),
-        "predictive": option(place, "predictive", predictives, parts.ODD_PREDICTIVES),
-        "link": option(place, "link", parts.LINKS, parts.ODD_LINKS),
+        "num_predictions": option("num_predictions", parts.DRAWS),
+        "aggregate": option("aggregate", [True, True, False]),
+        "vectorize": option("vectorize", [None, None, False, True]),
+        "batch_size": option("batch_size", parts.SIZES),
+        "predictive": option("predictive", predictives),
+        "link": option("link", parts.LINKS),
     }
-
-
-def _inputs(session: Session) -> tuple[Any, tuple[int, ...]]:
-    """Return inputs, perhaps wrong ones, and the shape of the plain net's outputs for them."""
-    if session.choices.odd != "inputs":
-        return session.inputs, tuple(session.outputs.shape)
-    session.used = session.choices.of("inputs", {}, parts.ODD_INPUTS)(session.inputs)
-    return session.used, tuple(session.plain(session.used).shape)
 
 
 def _masks() -> list[Tensor]:
@@ -219,18 +191,16 @@ def _masks() -> list[Tensor]:
 
 
 def predict(session: Session) -> None:
-    options, (inputs, shape) = _options(session, "predict"), _inputs(session)
-    found = session.bnn.predict(*arguments(inputs), **options)
+    options, shape = _options(session), tuple(session.outputs.shape)
+    found = session.bnn.predict(*arguments(session.inputs), **options)
     draws = max(options["num_predictions"], 1)
     expected = shape if options["aggregate"] else (draws, *shape)
     check_shape(session, found, expected, "predict")
 
 
 def evaluate(session: Session) -> None:
-    options = _options(session, "evaluate")
-    reduction = session.choices.option(
-        "evaluate", "reduction", parts.REDUCTIONS, parts.ODD_REDUCTIONS
-    )
+    options = _options(session)
+    reduction = session.choices.option("reduction", parts.REDUCTIONS)
     inputs, targets = session.inputs, session.targets
     if session.choices.chance(0.3):
         found = session.bnn.evaluate([(inputs, targets)], reduction=reduction, **options)
@@ -298,7 +268,7 @@ def pickled(session: Session) -> None:
 
 
 def evidence(session: Session) -> None:
-    method = session.choices.option("fit", "method", ["evidence", "grid"], ["other"])
+    method = session.choices.option("method", ["evidence", "grid"])
     data = [(session.inputs, session.targets)]
     session.bnn.optimize_prior_precision(method, data, grid=[0.1, 1.0], num_steps=3)
     check_finite(session, session.bnn.log_marginal_likelihood(), "the evidence")
@@ -318,7 +288,7 @@ def gaussian_process(session: Session) -> None:
 
 
 def refine(session: Session) -> None:
-    method = session.choices.option("fit", "method", ["laplace", "variational"], ["other"])
+    method = session.choices.option("method", ["laplace", "variational"])
     data = [(session.inputs, session.targets)]
     refined = session.bnn.refine(data, method, num_steps=3)
     check_finite(session, refined.predict(*arguments(session.inputs)), "a refined prediction")
@@ -336,10 +306,9 @@ def hold_sample(session: Session) -> None:
 
 
 def predict_pytorch(session: Session) -> None:
-    count = session.choices.option("predict", "num_predictions", [1, 2], parts.ODD_DRAWS)
-    inputs, shape = _inputs(session)
-    found = session.bnn.predict(*arguments(inputs), num_predictions=count)
-    check_shape(session, found, (count, *shape), "predict")
+    count = session.choices.option("num_predictions", [1, 2])
+    found = session.bnn.predict(*arguments(session.inputs), num_predictions=count)
+    check_shape(session, found, (count, *session.outputs.shape), "predict")
 
 
 _EVERYWHERE = {"forward": forward, "to_module": to_module, "pickle": pickled}

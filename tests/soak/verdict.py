@@ -1,4 +1,4 @@
-"""What became of a combination: `works`, `clear`, `net`, `obscure` or `silent`."""
+"""What became of a combination: `works`, `clear`, `obscure` or `silent`."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyxe
 
-KINDS = ("works", "clear", "net", "obscure", "silent")
+KINDS = ("works", "clear", "obscure", "silent")
 PACKAGE = Path(tyxe.__file__).parent
 ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError)
 # A sentence has a subject, what is wrong with it, and why.
@@ -18,23 +18,18 @@ DUMPS = ("Trace Shapes:", "Sample Sites:")
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen of a combination.
-
-    `error` is what ended it, `wrong` what a check found, `own` the error of the plain net for the
-    same inputs.
-    """
+    """What was seen of a combination: the error that ended it, and what checks found."""
 
     error: BaseException | None = None
     wrong: tuple[str, ...] = ()
-    own: BaseException | None = None
 
 
 def classify(trial: Trial) -> tuple[str, str]:
     """Return the kind of outcome, and a line that says why.
 
     `works`: no error, and no check found anything. `clear`: the package raised an error that helps.
-    `net`: the error is that of the plain net for the same inputs, as PyTorch gives it. `obscure`:
-    another error. `silent`: a check found something wrong, whether there was an error or not.
+    `obscure`: another error. `silent`: a check found something wrong, whether there was an error
+    or not.
     """
     error = trial.error
     if trial.wrong:
@@ -42,8 +37,6 @@ def classify(trial: Trial) -> tuple[str, str]:
         return "silent", "; ".join(trial.wrong) + after
     if error is None:
         return "works", ""
-    if type(error) is type(trial.own) and str(error) == str(trial.own):
-        return "net", _line(error)
     return "clear" if is_clear(error) else "obscure", _line(error)
 
 
