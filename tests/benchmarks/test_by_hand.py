@@ -76,28 +76,6 @@ def test_binary_by_hand_is_the_same_objective(helper: Helper) -> None:
             torch.testing.assert_close(nll.detach(), expected, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_by_hand_spreads_outputs_alike(helper: Helper, method: str) -> None:
-    """Mean and variance of one layer's outputs, by hand, are those of the weights' Normals."""
-    net = nn.Sequential(nn.Linear(4, 3)).double()
-    x = torch.rand(1, 4, dtype=torch.float64)
-    scale, count = 0.5, 4000
-    by_hand, _ = helper("training_step").METHODS[method]
-    hand = by_hand(net, 10, scale)
-    outputs = []
-    hooked = hand.net.register_forward_hook(lambda _, __, out: outputs.append(out.detach()))
-    for _ in range(count):
-        hand.data_term(x, torch.tensor([0]))
-    hooked.remove()
-    found = torch.cat(outputs)
-    variance = scale**2 * (x.square().sum() + 1)
-    # Five standard errors of a mean and of a Gaussian's variance.
-    mean_error = 5 * math.sqrt(variance / count)
-    torch.testing.assert_close(found.mean(0), net(x)[0].detach(), rtol=0, atol=mean_error)
-    variance_error = 5 * math.sqrt(2 / count)
-    torch.testing.assert_close(found.var(0), variance.expand(3), rtol=variance_error, atol=0)
-
-
 def test_predictions_by_hand_are_of_the_same_posterior(helper: Helper) -> None:
     net, x, _ = small_net("mlp", helper)
     predictor = helper("_by_hand").Predictor(net, 1e-9, num_predictions=11)
@@ -221,15 +199,3 @@ def test_last_layer_by_hand_is_ours(helper: Helper, structure: str) -> None:
     torch.testing.assert_close(
         predicted, bnn.predict(x, link="probit").exp(), rtol=1e-8, atol=1e-10
     )
-
-
-def test_sampled_residuals_by_hand_have_the_fisher_as_their_second_moment(helper: Helper) -> None:
-    by_hand = helper("_laplace_by_hand")
-    torch.manual_seed(0)
-    count = 20_000
-    logits = torch.tensor([[0.3, -1.0, 2.0]]).double().expand(count, 3)
-    (residuals,) = by_hand.sampled_residuals(logits)
-    each = residuals.unsqueeze(2) * residuals.unsqueeze(1)
-    roots = torch.stack([column[0] for column in by_hand.softmax_roots(logits)], 1)
-    error = each.std(0) / math.sqrt(count)
-    assert bool(((each.mean(0) - roots @ roots.mT).abs() <= 5 * error).all())

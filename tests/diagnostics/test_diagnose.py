@@ -780,22 +780,6 @@ def test_a_loader_of_norms_may_wait_for_another_thread():
     assert math.isfinite(report["KL over the data term"].value)
 
 
-def test_heavy_tails_that_are_right_are_calibrated(plain_fit):
-    torch.manual_seed(0)
-    x = torch.randn(2000, 1)
-    y = x + 0.5 * torch.distributions.StudentT(2.5).sample(x.shape)
-    start = nn.Linear(1, 1)
-    start.load_state_dict({"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
-    likelihood = likelihoods.StudentT(2000, scale=0.5, df=2.5)
-    bnn = tyxe.VariationalBNN(start, NOTHING, likelihood)
-    report = diagnose(bnn, [(x, y)], [(x, y)])
-    assert report["quantile calibration error"].verdict == "ok"
-    wide = tyxe.VariationalBNN(start, NOTHING, likelihoods.StudentT(2000, scale=0.8, df=2.5))
-    line = diagnose(wide, [(x, y)], [(x, y)])["quantile calibration error"]
-    assert line.verdict != "ok"
-    assert "too uncertain" in line.remedy
-
-
 def test_what_is_refused():
     with pytest.raises(TypeError, match="a fitted BNN with a likelihood, or an EnsembleBNN"):
         diagnose(nn.Linear(1, 1), [TRAIN], [HELD_OUT])

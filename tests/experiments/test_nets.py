@@ -1,4 +1,4 @@
-"""The nets of experiments have the sizes of their papers', and bad options are named."""
+"""The nets of experiments have the sizes of their papers'."""
 
 import binary
 import image_laplace
@@ -6,7 +6,6 @@ import inducing_images
 import mile
 import nerf
 import pytest
-import run
 import sequence_data
 import split_tasks
 import torch
@@ -53,26 +52,3 @@ def test_nets_have_their_sizes(name: str):
     assert sum(parameter.numel() for parameter in net.parameters()) == count
     if shape:
         assert net(torch.zeros(shape)).shape == (2, 10)
-
-
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-REFUSED = [
-    ("large_graph --nodes 1000", "--nodes is 1000; expected at least 20000, to train and to test"),
-    ("nerf --kl-factors 1 -0.5", "--kl-factors has -0.5; expected positive numbers"),
-    pytest.param("nerf --device cuda", "cuda, but torch finds no GPU", marks=no_gpu),
-    ("resnet --device cuda:99", "--device cuda:99"),
-    ("task_sequences disjoint --methods EWC ML", "no strengths for EWC: give --strengths"),
-    ("two_clusters", "expected one of regression, variational_laplace"),
-    ("two_clusters three", "expected one of regression, variational_laplace"),
-    ("two", "there is no experiment two; `--help` lists them"),
-    ("uci --data iris", "invalid choice: 'iris' (choose from"),
-]
-
-
-@pytest.mark.parametrize(("command", "message"), REFUSED)
-def test_bad_commands_are_refused(command: str, message: str, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        run.main(command.split())
-    assert message in f"{left.value.code} {capsys.readouterr().err}"
-    assert not list(tmp_path.iterdir())
