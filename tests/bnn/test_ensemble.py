@@ -117,6 +117,16 @@ def test_two_members_are_their_mixture(name, weights):
         torch.testing.assert_close(like, mean)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_each_member_with_gaussian_outputs_has_a_row_of_scores(reduction):
+    ensemble, y = ensemble_of("laplace", "gaussian")
+    w = 0.5 + torch.rand(N)
+    found = ensemble.evaluate([(X, y, w)], aggregate=False, reduction=reduction)
+    each = [member.evaluate([(X, y, w)], reduction=reduction) for member in ensemble.members]
+    for scores, expected in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(scores, torch.stack(expected))
+
+
 @pytest.mark.parametrize("weights", [None, [3.0, 1.0]])
 def test_draws_of_each_member_are_scored_by_its_own_cut_points(weights):
     cuts = torch.tensor([[-1.0, 1.0], [-1.0, 3.0]])

@@ -320,15 +320,17 @@ class EnsembleBNN(Derived, Saved, nn.Module):
 
         def score(inputs: Inputs, targets: Any, again: ReplayedDraws) -> tuple[Tensor, Tensor]:
             found = [one(inputs, targets, own) for one, own in draws.over(scorers, again)]
+            kept, _ = self.likelihood.counted(targets)
             if not aggregate:
-                return _of_draws([s.error for s in found]), _of_draws([s[1] for s in found])
+                rows = self.likelihood.score_counts(kept).dim()
+                errors, logs = zip(*(one[:2] for one in found), strict=True)
+                return _of_draws(errors, rows), _of_draws(logs, rows)
             predictions: list[Any] = [scores.prediction for scores in found]
             if predictions[0] is None:  # all points are masked
                 return found[0][:2]
             logs = torch.stack([scores.log_likelihood for scores in found], -1)
             together = (logs + self._shares().to(logs).log()).logsumexp(-1)
             prediction = mixed(self.likelihood, predictions, self.weights)
-            kept, _ = self.likelihood.counted(targets)
             return self.likelihood.errors(prediction, kept), together
 
         how = reduction, batch_size, unpack, process_group
@@ -431,10 +433,9 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         self._left = dict(checkpoint["left"])
 
 
-def _of_draws(scores: list[Tensor]) -> Tensor:
-    """Return the scores of all members' draws, of which those with Gaussian outputs have one."""
-    dims = max(each.dim() for each in scores)
-    return torch.cat([each if each.dim() == dims else each[None] for each in scores])
+def _of_draws(scores: Iterable[Tensor], dims: int) -> Tensor:
+    """Return the scores of all members' draws; those with Gaussian outputs have `dims` and one."""
+    return torch.cat([each if each.dim() > dims else each[None] for each in scores])
 
 
 def _checked_weights(weights: Any, count: int) -> Tensor | None:
