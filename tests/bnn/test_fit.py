@@ -58,6 +58,12 @@ def test_pyro_clip_args_clip_each_parameter(clip):
     assert_equal(moved, expected, rtol=1e-3, atol=1e-6)
 
 
+def test_pyro_clip_args_are_the_same_for_all_parameters():
+    optim = pyro.optim.Adam({"lr": 0.1}, lambda name: {"clip_norm": 1.0})
+    with pytest.raises(TypeError, match="clip_args is .*; expected a dictionary"):
+        make().fit([(X, Y)], optim, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "by_hand"),
     [

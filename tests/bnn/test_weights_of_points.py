@@ -134,6 +134,17 @@ def test_chains_by_mini_batches_have_the_mean_of_all_points():
     assert value(bnn) == pytest.approx(expected, abs=0.03)
 
 
+def test_warm_starts_have_the_mean_of_all_points():
+    x, y, weights = weighted()
+    expected = ((weights * y[:, 0]).sum() / weights.sum()).item()
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=1.0)
+    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1, bias=False), NORMAL, likelihood, SGHMC(lr=0.05))
+    init = tyxe.samplers.warm_start(SGD, num_epochs=15, batch_size=4, validation=0.0)
+    torch.manual_seed(0)
+    starts = bnn.starts([(x, y, weights)], init, 2, progress=False)["net.weight"]
+    assert starts.mean().item() == pytest.approx(expected, abs=0.02)
+
+
 @pytest.mark.filterwarnings("ignore:an epoch had")
 @pytest.mark.parametrize("weighted", ["all", "missing", "missing steps", "some", "mean of one"])
 def test_points_of_weight_zero_and_batches_without_weights_count_as_they_are(weighted):

@@ -46,10 +46,14 @@ def _trained(
 ) -> Tensor:
     members = _stacked(potential, _reinitialised(potential.bnn, count))
     generator = torch.Generator(members.device).manual_seed(fresh_seed())
+    weight_of = potential.bnn.likelihood.count
+    mean = float(weight_of(targets)) / len(targets)
 
     def loss(flat: Tensor, rows: Tensor) -> Tensor:
         inputs = tree_map_tensors(lambda x: x[rows], potential.inputs)
-        return potential.mean_loss(potential.unflatten(flat), inputs, targets[rows])
+        # How much these points weigh, in units of those of all.
+        load = weight_of(targets[rows]) / (mean * len(rows))
+        return load * potential.mean_loss(potential.unflatten(flat), inputs, targets[rows])
 
     epochs = init.train(loss, members, len(targets), generator)
     with progress_bar(range(init.num_epochs), "train members", "epoch", progress) as bar:

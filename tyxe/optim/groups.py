@@ -256,8 +256,9 @@ def make_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
 def pyro_clipping(optim: Any) -> Callable[[Iterable[Tensor]], None] | None:
     """Return the gradient clipping that a Pyro optimiser asks for, parameter by parameter."""
     options = optim.pt_clip_args if isinstance(optim, PyroOptim) else None
-    if not options or callable(options):
+    if not options:
         return None
+    check.one_of("clip_args", options, Mapping, "a dictionary, the same for all parameters")
 
     def clip(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
