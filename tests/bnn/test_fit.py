@@ -60,7 +60,7 @@ def test_pyro_clip_args_clip_each_parameter(clip):
 
 def test_pyro_clip_args_are_the_same_for_all_parameters():
     optim = pyro.optim.Adam({"lr": 0.1}, lambda name: {"clip_norm": 1.0})
-    with pytest.raises(TypeError, match="clip_args is .*; expected a dictionary"):
+    with pytest.raises(TypeError, match=r"clip_args is .*; expected a dictionary"):
         make().fit([(X, Y)], optim, 1)
 
 
