@@ -120,6 +120,17 @@ def test_class_probabilities_have_the_density_of_labels_on_average(name):
     torch.testing.assert_close(found.log_prob(soft), of_one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["Categorical", "probabilities"])
+def test_evaluations_by_class_probabilities_are_of_the_mixture(name):
+    *parts, targets = CASES[name]
+    shares = 0.75 * nn.functional.one_hot(targets, 3) + 0.25 / 3
+    ensemble = tyxe.EnsembleBNN(lambda k: variational(*parts, k), 2, weights=[3.0, 1.0])
+    for bnn in (variational(*parts), ensemble):
+        found = seeded(lambda bnn=bnn: bnn.predictive(X, num_predictions=4))
+        _, log_likelihood = seeded(bnn.evaluate, X, shares, num_predictions=4, reduction="none")
+        torch.testing.assert_close(found.log_prob(shares), log_likelihood, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["Categorical", "one noise"])
 def test_of_an_ensemble_it_is_the_members_mixture(name):
     *parts, targets = CASES[name]

@@ -23,6 +23,7 @@ from tyxe.bnn.scoring import Derived, check_evaluation, evaluated
 from tyxe.data import Unpack, UnpackedList, concatenated
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
+from tyxe.likelihoods.discrete import are_shares
 from tyxe.predictive.distributions import mixture
 from tyxe.predictive.ensemble import Mixture, mixed
 from tyxe.priors import Prior
@@ -328,10 +329,12 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             predictions: list[Any] = [scores.prediction for scores in found]
             if predictions[0] is None:  # all points are masked
                 return found[0][:2]
-            logs = torch.stack([scores.log_likelihood for scores in found], -1)
-            together = (logs + self._shares().to(logs).log()).logsumexp(-1)
             prediction = mixed(self.likelihood, predictions, self.weights)
-            return self.likelihood.errors(prediction, kept), together
+            errors = self.likelihood.errors(prediction, kept)
+            if are_shares(self.likelihood, kept):
+                return errors, self.likelihood.log_likelihood(prediction, kept)
+            logs = torch.stack([scores.log_likelihood for scores in found], -1)
+            return errors, (logs + self._shares().to(logs).log()).logsumexp(-1)
 
         how = reduction, batch_size, unpack, process_group
         return evaluated(self, score, input_data, y, *how)

@@ -169,6 +169,23 @@ class Categorical(Likelihood):
             return mean_over(predictions, dim, weights)
         return log_mean_exp(predictions.log_softmax(-1), dim, weights)
 
+    def mixture_log_likelihood(
+        self, predictions: Tensor, targets: Tensor | Targets, latents: Latents = None
+    ) -> Tensor:
+        found = self._read(targets)
+        if not are_shares(self, found):
+            return super().mixture_log_likelihood(predictions, found, latents)
+        # The mean over labels of the log of the mixture's probability.
+        combined = self.aggregate_predictions(at_least_float32(predictions))
+        return self.log_likelihood(combined, found)
+
+
+def are_shares(likelihood: Likelihood, targets: Targets) -> bool:
+    """Whether targets are probabilities of classes, for one label of each point."""
+    values = targets.values
+    is_soft = isinstance(likelihood, Categorical) and values.is_floating_point()
+    return is_soft and values[..., 0].numel() == len(values)
+
 
 class LogitCategorical(dist.Categorical):
     """A Categorical whose `log_prob` runs the two fused kernels of the cross-entropy.
