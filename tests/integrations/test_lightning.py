@@ -144,7 +144,6 @@ def test_metrics_of_batches_are_those_of_evaluate(tmp_path, make):
     scores = bnn.evaluate(data, num_predictions=0, reduction="mean")
     for name, score in zip(("error", "log_likelihood"), scores, strict=True):
         parts = {f"_{n}": v for n, v in score.items()} if isinstance(score, dict) else {"": score}
-        parts.pop("_joint", None)
         for ending, value in parts.items():
             assert found[f"val_{name}{ending}"] == pytest.approx(float(value))
 
