@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tyxe import continual
-from tyxe.continual.coresets import CORESETS, k_center
+from tyxe.continual.memory import CORESETS, k_center
 
 
 @pytest.mark.parametrize("method", CORESETS)

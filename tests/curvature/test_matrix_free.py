@@ -16,7 +16,7 @@ from tests.oracles.nets import NetOf
 from tyxe.curvature import CurvatureProducts
 from tyxe.curvature.products import low_rank_curvature
 from tyxe.data import Targets
-from tyxe.linalg.lanczos import largest_eigenpairs, logdet_by_quadrature
+from tyxe.linalg.functions import largest_eigenpairs, logdet_by_quadrature
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 

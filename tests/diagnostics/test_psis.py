@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from tyxe.diagnostics import pareto_k
-from tyxe.diagnostics.psis import _shape
+from tyxe.diagnostics.convergence import _shape
 
 
 @pytest.mark.parametrize("shape", [0.2, 0.5, 0.9, 1.5])

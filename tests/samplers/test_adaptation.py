@@ -8,8 +8,8 @@ import torch
 
 from tests.oracles.densities import scaled_gaussian
 from tyxe.samplers import HMC, NUTS, Length, Run
-from tyxe.samplers.adaptation import DualAveraging, Moments, windows
 from tyxe.samplers.hamiltonian import reasonable_step_size
+from tyxe.samplers.kernel import DualAveraging, Moments, windows
 from tyxe.samplers.potential import Point, kinetic_energy, leapfrog
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -9,7 +9,7 @@ from tyxe.bnn.laplace import LaplaceBNN, estimate_evidence
 from tyxe.bnn.mcmc import MCMC_BNN
 from tyxe.bnn.pytorch import PytorchBNN
 from tyxe.bnn.swag import SWAG_BNN
-from tyxe.bnn.trainable import Trainable
+from tyxe.bnn.trained import Trainable
 from tyxe.bnn.training import Callback
 from tyxe.bnn.variational import VariationalBNN
 

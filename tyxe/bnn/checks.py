@@ -20,7 +20,7 @@ from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.errors import warn
 from tyxe.guides.base import AnyGuide
-from tyxe.guides.swag import SWAGGuide
+from tyxe.guides.normal import SWAGGuide
 from tyxe.likelihoods.checks import check_batch
 from tyxe.predictive.forwards import norms_of
 from tyxe.rng import torch_rng_kept

@@ -29,7 +29,7 @@ from tyxe.laplace.precision import PriorPrecision, with_precision
 from tyxe.laplace.state import warn_of_rounding, with_noise
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import NotPositiveDefiniteError
-from tyxe.linalg.lanczos import logdet_by_quadrature
+from tyxe.linalg.functions import logdet_by_quadrature
 from tyxe.priors import DictPrior, Prior
 from tyxe.priors.single_weights import diagonal_posterior
 from tyxe.processes import all_or_none, check_group, shared

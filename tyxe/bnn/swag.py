@@ -16,7 +16,7 @@ from tyxe.bnn.checks import check_num_epochs
 from tyxe.bnn.outputs import Values
 from tyxe.bnn.variational import VariationalBNN
 from tyxe.data import Output, Unpack
-from tyxe.guides.swag import SWAGGuide
+from tyxe.guides.normal import SWAGGuide
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
 from tyxe.threads import exclusive

@@ -1,8 +1,6 @@
 """Continual learning: tasks in sequence, where the posterior of one is the prior of the next."""
 
-from tyxe.continual.coresets import coreset_indices
 from tyxe.continual.heads import Heads
-from tyxe.continual.intelligence import SynapticIntelligence
 from tyxe.continual.loop import (
     TaskLoop,
     average_accuracy,
@@ -10,6 +8,7 @@ from tyxe.continual.loop import (
     forward_transfer,
     posterior_to_prior,
 )
+from tyxe.continual.memory import SynapticIntelligence, coreset_indices
 
 __all__ = [
     "Heads",

@@ -33,7 +33,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.checks import check_batch
 from tyxe.likelihoods.output_hessian import output_hessian_product
 from tyxe.linalg import BlockDiagonal, LowRank
-from tyxe.linalg.lanczos import largest_eigenpairs, vectors_in_memory
+from tyxe.linalg.functions import largest_eigenpairs, vectors_in_memory
 from tyxe.processes import all_or_none, check_group, checksum, total
 from tyxe.rng import RandomStream, fresh_seed
 from tyxe.util import Inputs, at_least_float32, outside_inference

@@ -1,7 +1,7 @@
 """Checks of posteriors: calibration by simulation, agreement with references, all scores."""
 
+from tyxe.diagnostics.convergence import pareto_k
 from tyxe.diagnostics.diagnose import diagnose
-from tyxe.diagnostics.psis import pareto_k
 from tyxe.diagnostics.report import Line, Report
 from tyxe.diagnostics.sbc import SBC, sbc
 from tyxe.diagnostics.scores import (

@@ -15,7 +15,7 @@ from tyxe.data import Unpack
 from tyxe.diagnostics import held_out as of_predictions
 from tyxe.diagnostics import inference
 from tyxe.diagnostics.case import Case, integral_transform, members_of
-from tyxe.diagnostics.chains import chains
+from tyxe.diagnostics.convergence import chains
 from tyxe.diagnostics.errors import errors, members
 from tyxe.diagnostics.report import Line, Report
 from tyxe.rng import RandomStream

@@ -23,11 +23,10 @@ from tyxe.bnn.elbo import Objective
 from tyxe.bnn.reading import unread_sites
 from tyxe.bnn.runtime import fitting
 from tyxe.diagnostics.case import Case, spared
-from tyxe.diagnostics.psis import tails
+from tyxe.diagnostics.convergence import tails
 from tyxe.diagnostics.report import ANY, Line, above, below
 from tyxe.distributions import PrunedNormal
-from tyxe.guides.normal import MeanField
-from tyxe.guides.swag import SWAGGuide
+from tyxe.guides.normal import MeanField, SWAGGuide
 from tyxe.laplace.search import spectrum
 from tyxe.poutine import selective_mask
 from tyxe.predictive.forwards import fewest_rows

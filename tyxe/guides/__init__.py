@@ -18,10 +18,9 @@ from tyxe.guides.init import (
     scale_below_net,
     scale_below_prior,
 )
-from tyxe.guides.normal import AutoNormal, AutoRadial, MeanField
+from tyxe.guides.normal import AutoNormal, AutoRadial, MeanField, SWAGGuide
 from tyxe.guides.prune import parameter_count, prune_, prune_inducing_
 from tyxe.guides.pyro_guide import PyroGuide
-from tyxe.guides.swag import SWAGGuide
 
 __all__ = [
     "AutoBernoulli",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tyxe.bnn import Trainable
 from tyxe.bnn.checks import check_beta
-from tyxe.bnn.trainable import Handler
+from tyxe.bnn.trained import Handler
 from tyxe.data import Unpack, unpacked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer

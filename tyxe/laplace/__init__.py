@@ -1,8 +1,7 @@
 """Laplace approximations: a mode, a curvature and a prior in one immutable state."""
 
-from tyxe.laplace.guide import LaplaceGuide
 from tyxe.laplace.precision import LaplaceOptions
-from tyxe.laplace.state import LaplaceState
+from tyxe.laplace.state import LaplaceGuide, LaplaceState
 
 __all__ = [
     "LaplaceGuide",

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.samplers.adaptation import DualAveraging, Moments, choose, windows
-from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
+from tyxe.samplers.kernel import (
+    Chains,
+    DualAveraging,
+    Kernel,
+    Length,
+    Moments,
+    Randomness,
+    Transition,
+    choose,
+    windows,
+)
 from tyxe.samplers.potential import Point, Potential, kinetic_energy, leapfrog
 
 # An energy that is larger than at the start by this has diverged.

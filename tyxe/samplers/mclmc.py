@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.samplers.adaptation import choose
-from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
+from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, choose
 from tyxe.samplers.potential import Point, Potential, minimal_norm, refreshed
 
 

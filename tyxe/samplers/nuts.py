@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.samplers.adaptation import choose
 from tyxe.samplers.hamiltonian import MAX_ENERGY_ERROR, Hamiltonian, Settings
-from tyxe.samplers.kernel import Randomness, Transition
+from tyxe.samplers.kernel import Randomness, Transition, choose
 from tyxe.samplers.potential import Point, Potential, kinetic_energy, leapfrog
 
 
