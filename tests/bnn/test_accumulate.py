@@ -56,16 +56,6 @@ def test_a_step_of_several_batches_is_that_of_one(make, sizes):
     assert_same_parameters(bnn, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_weights_count_points_in_steps():
-    """A batch of points that do not count adds nothing."""
-    weights = torch.cat([torch.ones(16), torch.zeros(8)])
-    halves = [(X[:12], Y[:12], weights[:12]), (X[12:], Y[12:], weights[12:])]
-    one, other = point(16), point(16)
-    one.fit(halves, SGD, 3, accumulate_steps=2)
-    other.fit([(X[:16], Y[:16])], SGD, 3)
-    assert_same_parameters(one, other, rtol=1e-4, atol=1e-6)
-
-
 def test_draws_of_a_step_add_up():
     """With draws the gradient has the mean of one batch's, and less variance."""
     one, other = mean_field(net(), likelihood()), mean_field(net(), likelihood())

@@ -24,8 +24,6 @@ from tests.oracles.architectures import (
     tokens,
 )
 from tests.oracles.bnns import mean_field
-from tests.oracles.nets import NetOf
-from tests.oracles.rejections import rejects
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
@@ -125,14 +123,6 @@ def test_nets_of_other_precision(dtype, handler):
     assert mean.dtype == scale.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.isfinite(torch.tensor(history.loss)).all()
     assert all(value.isfinite().all() for value in bnn.parameters())
-
-
-def test_several_outputs_are_one_clear_error_of_a_likelihood():
-    heads = {name: nn.Linear(2, 1) for name in ("mean", "log_scale")}
-    net = NetOf(lambda self, x: (self.mean(x), self.log_scale(x)), **heads)
-    bnn = make(net, likelihood=HomoskedasticGaussian(N, scale=0.5))
-    data, message = [(flat(), flat(1))], r"returns a tuple.*likelihood needs a tensor.*PytorchBNN"
-    rejects(bnn, TypeError, message, lambda: bnn.fit(data, torch.optim.Adam, 1))
 
 
 def test_prefixed_names_of_two_bnns_in_one_model():

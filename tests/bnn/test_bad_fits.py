@@ -223,13 +223,3 @@ def test_a_count_is_an_integer_of_any_library(name):
     for bad in (2.0, True, torch.ones(2).int()):
         with pytest.raises(TypeError, match=f"^{name.split()[0]} is .*; expected an integer"):
             COUNTS[name](bad)
-
-
-def test_the_error_of_a_size_says_which():
-    message = r"dataset_size is a Tensor; expected a number, .*: Categorical\(len\(dataset\)\)"
-    with pytest.raises(TypeError, match=message):
-        Categorical(torch.ones(N))
-    likelihood = Categorical(N)
-    with pytest.raises(ValueError, match=r"dataset_size is -3.*; expected a number above 0"):
-        likelihood.dataset_size = -3
-    assert likelihood.dataset_size == N

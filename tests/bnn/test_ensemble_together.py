@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
-from tests.oracles.bnns import NORMAL, NOTHING, mean_field, mlp
+from tests.oracles import bnns
+from tests.oracles.bnns import NORMAL, mean_field, mlp
 from tests.oracles.nets import NetOf
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
@@ -43,7 +44,7 @@ def of_layer(function, **parts):
 
 
 def plain(make=net, likelihood=None):
-    return tyxe.VariationalBNN(make(), NOTHING, likelihood or Categorical(N))
+    return bnns.plain(make(), likelihood or Categorical(N))
 
 
 def point(make=net, likelihood=None):
@@ -243,8 +244,3 @@ def test_an_epoch_of_another_size_is_warned_of():
     ensemble = ensemble_of(plain, net, Categorical(1000 * N))
     with pytest.warns(tyxe.TyxeWarning, match="an epoch had 24 points"):
         ensemble.fit(BATCH, torch.optim.Adam, 1, vectorize=True)
-
-
-def test_a_positional_callback_is_refused():
-    with pytest.raises(TypeError, match="4 positional arguments but 5 were given"):
-        ensemble_of().fit(BATCH, torch.optim.Adam, 1, lambda *_: None, vectorize=True)

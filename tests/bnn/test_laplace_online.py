@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.distributions as td
 import torch.nn as nn
-from pyro.infer.autoguide import AutoMultivariateNormal
 
 import tyxe
-from tests.oracles import streams
-from tests.oracles.bnns import NORMAL, mlp
+from tests.oracles.bnns import NORMAL
 from tests.oracles.streams import ADAM, EXACT, classifier, fitted, four_lines, labels
 from tyxe.distributions import Gaussian, ParamBlocks
 
@@ -55,24 +53,6 @@ def test_structures_may_follow_one_another():
     added = diag.state.curvature.operator.diagonal().diag()
     expected = full.net_guide.precision.to_dense() + added
     torch.testing.assert_close(diag.net_guide.precision.to_dense(), expected, **EXACT)
-
-
-def test_a_posterior_of_pyros_guide_is_a_prior_in_another_order():
-    net = mlp(3, 4, 3)
-    likelihood, prior = tyxe.likelihoods.Categorical(15), tyxe.priors.IIDPrior(streams.NORMAL)
-    vcl = tyxe.VariationalBNN(net, prior, likelihood, AutoMultivariateNormal)
-    with torch.no_grad():
-        for parameter in vcl.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    posterior = vcl.net_guide.get_detached_distributions()
-    bnn = classifier("full", net)
-    bnn.update_prior(tyxe.priors.DictPrior(posterior))
-    bnn.fit_curvature([labels()])
-    own = bnn.state.curvature.operator.to_dense()
-    covariance = torch.linalg.inv(bnn.net_guide.precision.to_dense() - own)
-    blocks = bnn.state.curvature.blocks
-    variances = blocks.flatten({f"net.{n}": q.variance for n, q in posterior.items()})
-    torch.testing.assert_close(covariance.diagonal(), variances, rtol=1e-6, atol=1e-8)
 
 
 def saved(bnn):

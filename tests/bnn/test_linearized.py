@@ -23,21 +23,6 @@ from tyxe.linalg import Dense
 pytestmark = pytest.mark.usefixtures("double")
 
 
-def test_glm_by_outputs_is_glm_by_weights():
-    bnn, x, _ = fitted("full")
-    linear = bnn._linearize(x)
-    rows, blocks = jacobian(linear), bnn.state.curvature.blocks
-    centre = blocks.flatten(bnn._mean_values())
-    count = 4_000
-    deviations = bnn.net_guide.precision.sample((count,))
-    outputs = linear.outputs.detach() + torch.einsum("ncp,sp->snc", rows, deviations)
-    by_weights = outputs.softmax(-1)
-    found = bnn.predict(x, num_predictions=count).exp()
-    error = by_weights.std(0) * math.sqrt(2 / count)
-    assert centre.shape == deviations.shape[1:]
-    assert bool(((found - by_weights.mean(0)).abs() <= 6 * error + 1e-12).all())
-
-
 def test_a_guide_in_half_precision_is_linearised_in_single():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).bfloat16()

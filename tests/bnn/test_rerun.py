@@ -154,17 +154,6 @@ def test_a_loss_of_ones_own_has_the_gradients_of_one_run(how: str, run: Callable
     assert_same(gradients(variational(how), run), gradients(variational("plain"), run))
 
 
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
-def test_a_fit_is_that_of_one_run(how: str):
-    found = []
-    for bnn in (variational(how), variational("plain")):
-        pyro.set_rng_seed(1)
-        bnn.fit([(X, Y)], ADAM, 3, num_particles=2)
-        found.append([p.detach() for p in bnn.parameters() if p.requires_grad])
-    assert_same(*found, 1e-3, 1e-4)
-
-
 class Field(nn.Linear):
     def forward(self, t, x):
         return super().forward(x).tanh()

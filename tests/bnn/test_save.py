@@ -21,6 +21,7 @@ from tests.oracles.states import (
     make,
     mcmc,
     net,
+    sampled,
 )
 from tyxe.guides import AutoInducing, AutoNormal
 from tyxe.likelihoods import HomoskedasticGaussian
@@ -38,12 +39,6 @@ def laplace(structure: str = "kron"):
 def fitted_laplace(structure: str = "kron"):
     bnn = laplace(structure)
     bnn.fit([data()], ADAM, 2)
-    return bnn
-
-
-def sampled():
-    bnn = mcmc()
-    bnn.fit([data()], num_samples=4, warmup_steps=1, disable_progbar=True)
     return bnn
 
 
@@ -92,16 +87,6 @@ def test_a_loaded_bnn_is_the_saved_one(name: str, tmp_path: Path) -> None:
     storages = [v.untyped_storage().data_ptr() for v in state.values() if v.numel()]
     assert len(set(storages)) == len(storages)
     assert not {key for key in state if key.startswith("net.") and key[4:6] in ("0.", "2.")}
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_a_damaged_file_changes_nothing(training: bool, tmp_path: Path) -> None:
-    path = tmp_path / "bnn.tyxe"
-    fitted().save(path, training)
-    content = path.read_bytes()
-    path.write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:])
-    bnn = fitted()
-    rejects(bnn, ValueError, "damaged", lambda: bnn.load(path))
 
 
 def test_files_of_others_are_errors(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.oracles.states import (
     make,
     mcmc,
     net,
+    sampled,
     through_a_file,
 )
 from tyxe.guides import AutoNormal, AutoRadial
@@ -274,12 +275,6 @@ def test_samples_and_modes_are_numbers(value):
     state[MEAN][0, 0] = value
     with pytest.raises(RuntimeError, match=f"{MEAN} of the state dict has"):
         tyxe.LaplaceBNN(net(), NORMAL, FIXED).load_state_dict(state)
-
-
-def sampled(bnn=None, num_samples=4):
-    bnn = bnn or mcmc()
-    bnn.fit([data()], num_samples=num_samples, warmup_steps=1, num_chains=1, disable_progbar=True)
-    return bnn
 
 
 def with_samples(change, sites=("net.weight", "net.bias", "likelihood.scale")):

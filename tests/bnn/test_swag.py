@@ -13,7 +13,7 @@ import tyxe
 from tests.oracles.bnns import HIDE_NORMS, NORMAL, NOTHING, mlp, two_layers
 from tests.oracles.predictions import seeded
 from tests.oracles.rejections import rejects
-from tests.oracles.states import assert_same_state, through_a_file
+from tests.oracles.states import assert_same_state
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
@@ -28,11 +28,6 @@ def data(n=N):
 
 def loader(size=6):
     return list(zip(*(part.split(size) for part in data()), strict=True))
-
-
-def shuffled(x, y, size):
-    rows = torch.utils.data.TensorDataset(x, y)
-    return torch.utils.data.DataLoader(rows, batch_size=size, shuffle=True)
 
 
 def make(rank=4, module=None, prior=NORMAL, scale=0.5):
@@ -170,23 +165,6 @@ def test_collect_takes_the_other_weights_of_a_subnetwork():
 # --------------------------------------------------------------------------- posterior
 
 
-def test_the_mean_of_a_constant_rate_is_the_mode():
-    x, y = data(400)
-    likelihood = HomoskedasticGaussian(400, scale=0.5)
-    bnn = tyxe.SWAG_BNN(nn.Linear(2, 1), NORMAL, likelihood, rank=10)
-    torch.manual_seed(0)
-    weights = []
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    bnn.fit(shuffled(x, y, 100), sgd, 200, lambda b, *_: weights.append(points(b)), start=0.2)
-    design = torch.cat([x, torch.ones(400, 1)], 1)
-    precision = design.T @ design / 0.25 + torch.eye(3)
-    mode = torch.linalg.solve(precision, design.T @ y / 0.25)[:, 0]
-    # Snapshots an epoch apart are nearly independent: the mean's standard error, from their own.
-    weights = torch.stack(weights[40:])
-    error = weights.std(0) / len(weights) ** 0.5
-    assert bool(((bnn.net_guide.mean - mode).abs() < 4 * error).all())
-
-
 def test_glm_of_a_linear_net_is_that_of_the_dense_covariance():
     bnn = make(3, nn.Linear(2, 1))
     bnn.fit(loader(), SGD, 8, start=0.5)
@@ -223,28 +201,6 @@ def test_inferred_noise_is_a_point():
     first, second = bnn._draws(2)
     assert first["likelihood.scale"] == second["likelihood.scale"]
     assert not torch.equal(first["net.0.weight"], second["net.0.weight"])
-
-
-# --------------------------------------------------------------------------- states
-
-
-@pytest.mark.parametrize("stop", [1, 6])
-def test_a_resumed_training_is_the_uninterrupted_one(stop):
-    def fit(bnn, epochs, callback=None):
-        optim = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-        return bnn.fit(shuffled(*data(), 6), optim, epochs, callback, start=0.5)
-
-    straight = make()
-    whole = fit(straight, 8)
-    first = make()
-    before = fit(first, 8, lambda bnn, epoch, loss: epoch + 1 == stop)
-    checkpoint = through_a_file(first.checkpoint())
-    resumed = make()
-    resumed.load_checkpoint(checkpoint)
-    torch.rand(7)
-    after = fit(resumed, 8 - stop)
-    assert_same_state(straight, resumed)
-    assert before.loss + after.loss == whole.loss
 
 
 # --------------------------------------------------------------------------- bad input

@@ -1,6 +1,5 @@
-"""Threads and tasks: the numbers of one thread, handlers that act where they were entered."""
+"""Threads: the numbers of one thread, and handlers that act where they were entered."""
 
-import asyncio
 import copy
 import os
 import pickle
@@ -9,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 
 import pyro
@@ -18,10 +16,11 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles import bnns
 from tests.oracles.bnns import ADAM, HIDE_NORMS, mean_field, two_layers
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical
-from tyxe.threads import exclusive, handlers, module_local_params, unvalidated
+from tyxe.threads import exclusive, module_local_params, unvalidated
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 X, Y = torch.randn(30, 4), torch.randint(3, (30,))
@@ -38,9 +37,7 @@ def variational() -> tyxe.VariationalBNN:
 
 
 def laplace() -> tyxe.LaplaceBNN:
-    bnn = tyxe.LaplaceBNN(net().eval(), HIDE_NORMS, Categorical(30))
-    bnn.fit_curvature([(X, Y)])
-    return bnn
+    return bnns.laplace(net().eval(), Categorical(30), [(X, Y)], HIDE_NORMS)
 
 
 def pytorch() -> tyxe.PytorchBNN:
@@ -142,38 +139,16 @@ def test_a_handler_acts_in_its_own_thread():
     assert len(list(mine))
 
 
-def test_a_handler_belongs_to_its_task():
-    """Held over an `await`, it acts in no other task, and tasks may leave in any order."""
-    bnn, depths = variational().eval(), []
-
-    async def used(handler: Callable[[], object], before: float, after: float) -> set[object]:
-        with handler():
-            await asyncio.sleep(before)
-            with tyxe.poutine.report() as report:
-                bnn.predict(X)
-            await asyncio.sleep(after)
-        return {row.treatment for row in report}
-
-    async def every() -> list[set[object]]:
-        local = used(tyxe.poutine.local_reparameterization, 0.02, 0.02)
-        flipped = used(tyxe.poutine.flipout, 0.01, 0.01)
-        found = await asyncio.gather(local, flipped, used(nullcontext, 0.015, 0.0))
-        depths.append(len(handlers()))
-        return found
-
-    assert asyncio.run(every()) == [{"moments"}, {"flipped"}, {"drawn"}]
-    assert depths == [0]
-
-
 USES = {
     "predict": lambda bnn: bnn.predict(X, num_predictions=1),
     "forward": lambda bnn: bnn(X),
     "guided_forward": lambda bnn: bnn.guided_forward(X),
     "to_module": lambda bnn: bnn.to_module(sample=True)(X),
+    "to_ensemble": lambda bnn: bnn.to_ensemble(1)(X),
 }
 
 
-@pytest.mark.parametrize("meanwhile", ["predict", "forward", "to_module"])
+@pytest.mark.parametrize("meanwhile", ["predict", "forward", "to_module", "to_ensemble"])
 def test_forwards_run_side_by_side(meanwhile):
     """Each of two threads waits inside of the net until the other is there, too."""
     bnn, both = variational().eval(), threading.Barrier(2)
@@ -367,28 +342,6 @@ def test_a_sample_is_held_for_its_own_thread():
         held = bnn(X)
         assert not torch.equal(pool.submit(bnn, X).result(), held)
         assert torch.equal(bnn(X), held)
-
-
-def test_a_sample_is_held_for_its_own_task():
-    bnn = pytorch()
-
-    async def holding(entered: asyncio.Event, done: asyncio.Event) -> bool:
-        with bnn.hold_sample():
-            first = bnn(X)
-            entered.set()
-            await done.wait()
-            return torch.equal(bnn(X), first)
-
-    async def beside() -> tuple[bool, bool]:
-        entered, done = asyncio.Event(), asyncio.Event()
-        holder = asyncio.create_task(holding(entered, done))
-        await entered.wait()
-        fresh = not torch.equal(bnn(X), bnn(X))
-        done.set()
-        return await holder, fresh
-
-    assert asyncio.run(beside()) == (True, True)
-    assert not bnn._held
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])

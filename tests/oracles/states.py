@@ -87,3 +87,9 @@ def mcmc():
         HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)),
         functools.partial(HMC, step_size=0.05, num_steps=3),
     )
+
+
+def sampled(num_samples=4):
+    bnn = mcmc()
+    bnn.fit([data()], num_samples=num_samples, warmup_steps=1, num_chains=1, disable_progbar=True)
+    return bnn
