@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import tyxe
-from tests.oracles.rejections import ADAM, LIKELIHOOD, PRIOR, X, Y, make, rejects
+from tests.oracles import bnns
+from tests.oracles.rejections import ADAM, LIKELIHOOD, X, Y, make, rejects
 
-FIXED = tyxe.samplers.HMC(adapt_step_size=False, adapt_mass_matrix=False)
 BATCHES = [(X[:4], Y[:4]), (X[4:], Y[4:])]
 
 
@@ -24,13 +24,11 @@ class Hungry(nn.Linear):
 
 
 def laplace(net):
-    bnn = tyxe.LaplaceBNN(net, PRIOR, LIKELIHOOD)
-    bnn.fit_curvature(BATCHES)
-    return bnn
+    return bnns.laplace(net, LIKELIHOOD, BATCHES)
 
 
 def chains(net):
-    return tyxe.MCMC_BNN(net, PRIOR, LIKELIHOOD, FIXED)
+    return bnns.chains(net, LIKELIHOOD)
 
 
 def members(net):

@@ -1,15 +1,19 @@
-"""Targets and sizes of every batch are checked, before the step that they would spoil."""
+"""Targets and sizes of every batch, and losses and gradients of every step, are checked."""
 
+from functools import partial
+
+import pyro
 import pyro.infer.mcmc
 import pytest
 import torch
+from pyro.infer import autoguide
 from torch import nn
 
 import tyxe
 from tests.oracles import rejections
-from tests.oracles.bnns import mlp
-from tests.oracles.fits import HIDE_NORMS
-from tests.oracles.rejections import ADAM, LABELS, PRIOR, N, X, Y, make, net
+from tests.oracles.bnns import HIDE_NORMS, mlp
+from tests.oracles.nets import NetOf
+from tests.oracles.rejections import ADAM, LABELS, PRIOR, N, X, Y, make, net, rejects
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
 
 TWO = (LABELS[:, None] > 0).float()
@@ -142,7 +146,6 @@ def test_a_later_batch_of_chains(case, num_chains, tmp_path):
 @pytest.mark.parametrize("num_chains", [1, 2])
 def test_inputs_of_a_later_batch_of_chains(num_chains, bad):
     likelihood, batches = HomoskedasticGaussian(N, scale=1.0), [(X, Y), (X.clone(), Y)]
-    likelihood, batches = HomoskedasticGaussian(N, scale=1.0), [(X, Y), (X.clone(), Y)]
     batches[1][0][3, 1] = bad
     bnn = sampled(likelihood, 1, batches)
     with pytest.raises(ValueError, match=r"inputs that are not finite.*torch\.isfinite"):
@@ -161,3 +164,123 @@ def test_inputs_of_chains_on_all_data(saturates, kernel, bad):
     with pytest.raises(ValueError, match="inputs that are not finite: drop points"):
         bnn.fit([(infinite, Y)], 2, warmup_steps=300, progress=False)
     assert not len(bnn.samples)
+
+
+# --- numbers that are not finite ------------------------------------------------------------------
+
+
+class Explodes(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 4), nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 1)
+        self.value, self.calls = value, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        output = self.head(self.norm(self.layer(x)))
+        return output * self.value if self.training and self.calls > 3 else output
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("check", ["step", "epoch"])
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_parameters(value, check):
+    bnn, reference = (make(Explodes(value), HIDE_NORMS) for _ in range(2))
+    reference.load_state_dict(bnn.state_dict())
+    optims, seen = [pyro.optim.Adam({"lr": 1e-2}) for _ in range(2)], []
+    pyro.set_rng_seed(1)
+    expected = reference.fit([(X, Y)], optims[0], 3, beta=0.0)
+    pyro.set_rng_seed(1)
+    message = {
+        "step": r"site 'likelihood.data' is -?(nan|inf)(?s:.)*parameters are those before this",
+        "epoch": "in epoch 4 .* before this epoch",
+    }
+    options = {"beta": 0.0, "nan_check": check, "callback": lambda *at: seen.append(at[-1])}
+    with pytest.raises(RuntimeError, match=message[check]) as error:
+        bnn.fit([(X, Y)], optims[1], 10, **options)
+    if check == "step":
+        assert "look for inputs or targets that are not finite" in str(error.value)
+    assert seen == expected.loss
+    for name, value in reference.state_dict().items():  # BatchNorm's statistics among them
+        torch.testing.assert_close(bnn.state_dict()[name], value, rtol=0, atol=0, msg=name)
+    assert all(module.training for module in bnn.modules())
+    states = [next(iter(optim.optim_objs.values())).state_dict() for optim in optims]
+    for own, other in zip(*(state["state"].values() for state in states), strict=True):
+        assert all(torch.equal(own[key], other[key]) for key in own)
+
+
+def test_a_gradient_that_is_not_finite_is_found_at_the_end_of_the_epoch():
+    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
+    loc = bnn.net_guide.get_loc("2.bias")
+    loc.register_hook(lambda gradient: gradient * float("nan"))
+    fit = partial(bnn.fit, [(X, Y)], ADAM, 1, nan_check="epoch")
+    rejects(bnn, RuntimeError, "in epoch 1 ", fit, draws=True)
+
+
+def root_of_zero():
+    """Return a net whose outputs are finite, and its gradient not."""
+
+    def forward(net, x):
+        return net.layer(x) + (net.offset(x) * 0).sqrt()
+
+    return NetOf(forward, layer=nn.Linear(2, 1), offset=nn.Linear(2, 1))
+
+
+PLACES = {
+    "draws": (None, "2.weight", float("nan"), r"non-finite draws of net\.2\.weight"),
+    # Behind a tanh: the outputs are finite.
+    "KL": (None, "0.bias", 1e25, r"KL is not finite at net\.0\.bias\."),
+    "gradient": (root_of_zero, None, 0.0, r"not finite at net_guide\.locs\.offset\.weight"),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_what_is_not_finite_is_named(what):
+    module, site, value, message = PLACES[what]
+    bnn = make(module and module())
+    with torch.no_grad():
+        if site is not None:
+            bnn.net_guide.locs[site].fill_(value)
+    rejects(bnn, RuntimeError, message, lambda: bnn.fit([(X, Y)], ADAM, 1), draws=True)
+
+
+GUIDES = [
+    autoguide.AutoMultivariateNormal,
+    partial(autoguide.AutoLowRankMultivariateNormal, rank=1),
+    partial(tyxe.guides.AutoInducing, inducing_rows=2, inducing_cols=2, everywhere=True),
+]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("guide", GUIDES, ids=["full", "low rank", "inducing"])
+def test_a_covariance_that_breaks_in_a_later_step_stops_the_fit(guide, value):
+    """The numbers of its factors are checked in the first step only."""
+    bnn = make(guide=guide)
+
+    def spoil(*_) -> None:
+        with torch.no_grad():
+            list(bnn.net_guide.parameters())[-1].fill_(value)
+
+    with pytest.raises(RuntimeError, match="training stopped"):
+        bnn.fit([(X, Y)], ADAM, 2, spoil)
+
+
+def test_an_error_in_an_epoch_leaves_no_parameter_that_is_not_finite():
+    class Refuses(nn.Linear):
+        def forward(self, x):
+            found = super().forward(x)
+            if not bool(found.isfinite().all()):
+                raise ArithmeticError("not finite")
+            return found
+
+    bnn = make(Refuses(2, 1))
+    loc, calls = bnn.net_guide.get_loc("bias"), []
+
+    def spoil(gradient):
+        calls.append(gradient)
+        return gradient * (float("nan") if len(calls) > 2 else 1.0)
+
+    loc.register_hook(spoil)
+    fit = partial(bnn.fit, [(X[:2], Y[:2])] * 5, ADAM, 1, nan_check="epoch")
+    rejects(bnn, ArithmeticError, "not finite", fit, draws=True)
+    assert len(calls) == 3

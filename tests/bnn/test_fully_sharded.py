@@ -1,7 +1,9 @@
-"""Two local processes, each with a part of every parameter, make the steps of one with all."""
+"""Two processes, each with a part of every parameter, make the steps of one; and one that dies."""
 
 import copy
 import functools
+import os
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
@@ -319,3 +322,54 @@ def test_lightning(found):
     means = [sum(each) / WORLD for each in zip(*(p["lightning"][0] for p in found), strict=True)]
     assert means == pytest.approx(expected, rel=1e-12)
     assert found[0]["lightning"][1] == found[1]["lightning"][1]
+
+
+# --- a process that dies --------------------------------------------------------------------------
+
+EPOCHS, DIES_AFTER, SECONDS = 5, 2, 20
+
+
+def fit(bnn, rank, epochs, callback=None):
+    data = batches(CLASSES, rank)
+    bnn.fit(data, ADAM, epochs, callback, parallel=DistributedDataParallel)
+    return bnn.state_dict()
+
+
+def whole(rank):
+    bnn = make()
+    torch.manual_seed(rank)
+    return fit(bnn, rank, EPOCHS)
+
+
+def dying(rank, folder):
+    """Return after how many seconds the death of another process was an error."""
+
+    def save(bnn, epoch, loss):
+        if epoch < DIES_AFTER:
+            bnn.save(f"{folder}/{rank}.fit", training=True)
+        elif rank == 1:
+            os._exit(0)
+
+    bnn = make()
+    torch.manual_seed(rank)
+    start = time.monotonic()
+    try:
+        fit(bnn, rank, EPOCHS, save)
+    except RuntimeError:
+        return time.monotonic() - start
+
+
+def resumed(rank, folder):
+    """Return the state of a fit that nothing ended, and of one that goes on from a file."""
+    expected, bnn = whole(rank), make()
+    bnn.load(f"{folder}/{rank}.fit")
+    return expected, fit(bnn, rank, EPOCHS - DIES_AFTER)
+
+
+def test_the_others_raise_within_the_timeout_and_all_go_on_from_their_files(tmp_path):
+    seconds, died = processes.run(dying, WORLD, tmp_path, tmp_path, seconds=SECONDS)
+    assert died is None
+    assert seconds < SECONDS + 10
+    for expected, found in processes.run(resumed, WORLD, tmp_path, tmp_path):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tyxe
-from tests.oracles.bnns import NORMAL, NOTHING, mean_field
+from tests.oracles import bnns
+from tests.oracles.bnns import NORMAL, mean_field
 from tests.oracles.nets import NetOf
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2)
@@ -31,9 +32,7 @@ def convolutions():
 
 
 def laplace(structure="full", make=net):
-    bnn = tyxe.LaplaceBNN(make(), NORMAL, GAUSSIAN, structure=structure)
-    bnn.fit_curvature(DATA)
-    return bnn
+    return bnns.laplace(make(), GAUSSIAN, DATA, structure=structure)
 
 
 def scaled():
@@ -112,9 +111,7 @@ def variational():
 
 
 def chains():
-    fixed = {"adapt_step_size": False, "adapt_mass_matrix": False}
-    kernel = tyxe.samplers.HMC(1e-3, num_steps=2, **fixed)
-    bnn = tyxe.MCMC_BNN(net(), NORMAL, GAUSSIAN, kernel)
+    bnn = bnns.chains(net(), GAUSSIAN)
     bnn.fit(DATA, 4, warmup_steps=2)
     return bnn
 
@@ -122,7 +119,7 @@ def chains():
 def swag(index=0):
     own = net()
     nn.init.constant_(own[0].bias, 0.1 * index)
-    bnn = tyxe.SWAG_BNN(own, NORMAL, GAUSSIAN, rank=2)
+    bnn = bnns.swag(own, GAUSSIAN)
     bnn.fit(DATA, torch.optim.SGD(bnn.parameters(), lr=1e-3), 4, start=0.0)
     return bnn
 
@@ -145,7 +142,7 @@ CASES = {
     "Multi-SWAG": (lambda: tyxe.EnsembleBNN(swag, 2), {}),
     # With a mask of its own for each draw, and not for each row.
     "dropout": (lambda: tyxe.DropoutBNN(net(nn.Dropout(0.3)), GAUSSIAN), {}),
-    "maximum likelihood": (lambda: tyxe.VariationalBNN(net(), NOTHING, GAUSSIAN), {}),
+    "maximum likelihood": (lambda: bnns.plain(net(), GAUSSIAN), {}),
 }
 
 

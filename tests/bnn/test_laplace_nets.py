@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 import tyxe
-from tests.oracles.bnns import NORMAL, mlp
+from tests.oracles.bnns import NORMAL, laplace, mlp
 from tests.oracles.laplace import ADAM
 from tests.oracles.nets import NetOf
 from tyxe.likelihoods import Bernoulli, Categorical, Poisson
@@ -151,8 +151,7 @@ def test_sequences_of_several_lengths():
     likelihood = Homoskedastic(6, scale=0.5, event_dim=2)
     found = []
     for structure in ("full", "kron"):
-        bnn = tyxe.LaplaceBNN(nn.Linear(2, 2), NORMAL, likelihood, structure=structure)
-        bnn.fit_curvature(batches)
+        bnn = laplace(nn.Linear(2, 2), likelihood, batches, structure=structure)
         found.append(bnn.net_guide.precision.to_dense())
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
@@ -166,8 +165,7 @@ def test_a_noise_that_is_learned_counts_as_its_number(structure):
     for learn_scale in (True, False):
         noise = {"scale": 0.5, "learn_scale": learn_scale}
         likelihood = Homoskedastic(6, **noise)
-        bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood, structure=structure)
-        bnn.fit_curvature([data])
+        bnn = laplace(net, likelihood, [data], structure=structure)
         found.append(copy.deepcopy(bnn).state.evidence())
     assert not found[0].requires_grad
     torch.testing.assert_close(found[0], found[1])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles import bnns
 from tests.oracles.bnns import ADAM, NORMAL
 from tyxe.likelihoods import HomoskedasticGaussian
 
@@ -30,9 +31,8 @@ def variational(**options: Any) -> tyxe.VariationalBNN:
 
 
 def laplace() -> tyxe.LaplaceBNN:
-    bnn = tyxe.LaplaceBNN(*parts())
-    bnn.fit_curvature([(X, Y)])
-    return bnn
+    net, _, likelihood = parts()
+    return bnns.laplace(net, likelihood, [(X, Y)])
 
 
 def loaded() -> tyxe.LaplaceBNN:

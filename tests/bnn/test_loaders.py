@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import tyxe
-from tests.oracles.bnns import ADAM, HIDE_NORMS, NORMAL, mean_field, mlp, two_layers
+from tests.oracles import bnns
+from tests.oracles.bnns import ADAM, HIDE_NORMS, NORMAL, chains, mean_field, mlp, two_layers
+from tests.oracles.nets import NetOf
 from tyxe.data import Unpacked
 from tyxe.threads import exclusive
 
@@ -70,12 +72,12 @@ def variational(*layers):
     return mean_field(net(*layers), LIKELIHOOD, HIDE_NORMS)
 
 
-def laplace():
-    return tyxe.LaplaceBNN(net(), HIDE_NORMS, LIKELIHOOD)
+def laplace(*data):
+    return bnns.laplace(net(), LIKELIHOOD, *data, prior=HIDE_NORMS)
 
 
 def mcmc(kernel):
-    return tyxe.MCMC_BNN(net(), HIDE_NORMS, LIKELIHOOD, kernel)
+    return chains(net(), LIKELIHOOD, kernel, HIDE_NORMS)
 
 
 def ensemble():
@@ -102,14 +104,8 @@ def predicted(bnn, loader):
     return found, bnn.fit([(X, Y)], ADAM, 1, validation=[(X, Y)]).validation
 
 
-def with_curvature():
-    bnn = laplace()
-    bnn.fit_curvature([(X, Y)])
-    return bnn
-
-
 def from_gp(loader):
-    bnn = with_curvature()
+    bnn = laplace(ONE)
     bnn.fit_gp(loader)
     return bnn.predict(X, predictive="gp")
 
@@ -128,7 +124,7 @@ USES = {
     ),
     "members": lambda loader: fitted(ensemble(), loader, ADAM, 2),
     "SWAG": lambda loader: fitted(
-        tyxe.SWAG_BNN(net(nn.BatchNorm1d(4)), HIDE_NORMS, LIKELIHOOD, rank=2), loader, SGD, 8
+        bnns.swag(net(nn.BatchNorm1d(4)), LIKELIHOOD, HIDE_NORMS), loader, SGD, 8
     ),
     "Laplace": lambda loader: fitted(laplace(), loader, ADAM, 2),
     "SGHMC": lambda loader: fitted(mcmc(SGHMC), loader, 4, warmup_steps=2),
@@ -137,11 +133,11 @@ USES = {
     "starts": lambda loader: mcmc(NUTS).starts(loader, "net", 2),
     "predict": lambda loader: variational().predict(loader),
     "evaluate": lambda loader: variational().evaluate(loader),
-    "curvature": lambda loader: (bnn := laplace(), bnn.fit_curvature(loader))[0].predict(X),
-    "glm": lambda loader: with_curvature().evaluate(loader),
-    "precision": lambda loader: with_curvature().optimize_prior_precision(loader=loader),
+    "curvature": lambda loader: laplace(loader).predict(X),
+    "glm": lambda loader: laplace(ONE).evaluate(loader),
+    "precision": lambda loader: laplace(ONE).optimize_prior_precision(loader=loader),
     "refine": lambda loader: (
-        with_curvature().refine(Unpacked(loader, lambda batch: batch[:2])).predict(X)
+        laplace(ONE).refine(Unpacked(loader, lambda batch: batch[:2])).predict(X)
     ),
     "gp": from_gp,
     "norms": lambda loader: predicted(variational(nn.BatchNorm1d(4)), loader),
@@ -265,15 +261,10 @@ def test_no_worker_outlives_a_run_of_chains(persistent, num_chains):
     assert not set(multiprocessing.active_children()) - before
 
 
-class OfTwo(nn.Module):
-    """A net of two arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(2, 1), nn.Linear(1, 1)
-
-    def forward(self, one, two):
-        return self.one(one) + self.two(two)
+def of_two():
+    """Return a net of two arguments."""
+    layers = {"one": nn.Linear(2, 1), "two": nn.Linear(1, 1)}
+    return NetOf(lambda self, one, two: self.one(one) + self.two(two), **layers)
 
 
 @pytest.mark.parametrize("use", ["validation", "curvature", "diagnosis"])
@@ -282,7 +273,7 @@ def test_what_reads_held_out_data_takes_arguments_in_a_list_as_loaders_collate_t
         torch.manual_seed(0)
         likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
         make = tyxe.LaplaceBNN if use == "curvature" else mean_field
-        bnn = make(OfTwo(), prior=NORMAL, likelihood=likelihood)
+        bnn = make(of_two(), prior=NORMAL, likelihood=likelihood)
         if use == "diagnosis":
             return tyxe.diagnostics.diagnose(bnn, held_out, held_out).summary
         return bnn.fit(held_out, ADAM, 2, validation=held_out).validation

@@ -52,9 +52,7 @@ def made(net=None, scale=0.3, prior=HIDE_NORMS):
 
 def laplace():
     torch.manual_seed(0)
-    bnn = tyxe.LaplaceBNN(mlp(), HIDE_NORMS, Categorical(N))
-    bnn.fit_curvature(batches())
-    return bnn
+    return bnns.laplace(mlp(), Categorical(N), batches(), HIDE_NORMS)
 
 
 def mcmc():

@@ -13,7 +13,7 @@ from pyro.infer.autoguide import AutoNormal as PyroAutoNormal
 from torch import Tensor, nn
 
 import tyxe
-from tests.oracles.bnns import NORMAL, mean_field, mlp
+from tests.oracles.bnns import NORMAL, laplace, mean_field, mlp
 from tests.oracles.nets import NetOf
 from tests.oracles.predictions import seeded
 from tyxe.bnn import outputs, passes
@@ -249,12 +249,6 @@ def variational(net: nn.Module, guide: Any = WIDE) -> tyxe.VariationalBNN:
     return tyxe.VariationalBNN(net, NORMAL, CLASSES, guide)
 
 
-def laplace() -> tyxe.LaplaceBNN:
-    bnn = tyxe.LaplaceBNN(net_with_head(), NORMAL, CLASSES)
-    bnn.fit_curvature([(X, Y)], progress=False)
-    return bnn
-
-
 def chains() -> tyxe.MCMC_BNN:
     bnn = tyxe.MCMC_BNN(net_with_head(), NORMAL, CLASSES, tyxe.samplers.HMC(step_size=0.1))
     bnn._take({n: torch.randn(2, 9, *s) for n, s in bnn._site_shapes().items()})
@@ -266,7 +260,7 @@ MADE = {
     "linear maps": lambda: variational(net_with_head()),
     "convolutions": lambda: variational(convolutional()),
     "noise": lambda: mean_field(nn.Linear(4, 2), NOISE, likelihood_guide_builder=AutoNormal),
-    "Laplace": laplace,
+    "Laplace": lambda: laplace(net_with_head(), CLASSES, [(X, Y)]),
     "chains": chains,
     "inducing": lambda: variational(net_with_head(), INDUCING),
     "Pyro": lambda: variational(net_with_head(), PyroAutoNormal),

@@ -10,6 +10,7 @@ import torch.distributions as td
 from torch import nn
 
 import tyxe
+from tests.oracles import bnns
 from tests.oracles.bnns import NORMAL
 from tests.oracles.predictions import seeded
 from tyxe import likelihoods
@@ -66,9 +67,7 @@ def variational(likelihood, outputs, shape, index=0):
 
 
 def laplace(likelihood, outputs, shape, targets):
-    bnn = tyxe.LaplaceBNN(Shaped(outputs, shape), NORMAL, likelihood)
-    bnn.fit_curvature([(X, targets)])
-    return bnn
+    return bnns.laplace(Shaped(outputs, shape), likelihood, [(X, targets)])
 
 
 def scored(bnn, targets, **options):
@@ -142,7 +141,7 @@ def test_of_an_ensemble_it_is_the_members_mixture(name):
 def test_of_other_wrappers():
     likelihood, outputs, shape, targets = CASES["one noise"]
     parts = Shaped(outputs, shape), NORMAL, likelihood
-    swag = tyxe.SWAG_BNN(*parts, rank=2)
+    swag = bnns.swag(parts[0], likelihood)
     swag.fit([(X, targets)], functools.partial(torch.optim.SGD, lr=1e-4), 4, start=0.0)
     chain = tyxe.MCMC_BNN(*parts, tyxe.samplers.SGLD(1e-4))
     chain.fit([(X, targets)], 8)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tyxe
-from tests.oracles.bnns import ADAM, NORMAL, mean_field
+from tests.oracles.bnns import ADAM, NORMAL, STILL, mean_field
 from tests.oracles.nets import ReadLast
 from tyxe.bnn.reading import look_at_sites
 from tyxe.guides import AutoNormal
@@ -110,11 +110,10 @@ def ensemble(net):
     return tyxe.EnsembleBNN(make, 2).fit(DATA, torch.optim.Adam, 1, vectorize=True)
 
 
-HMC = tyxe.samplers.HMC(0.01, num_steps=2, adapt_step_size=False, adapt_mass_matrix=False)
 FITS = {
     "mean field": variational,
     "Laplace": laplace,
-    "HMC": chains(HMC, warmup_steps=2, compile=False),
+    "HMC": chains(STILL, warmup_steps=2, compile=False),
     "SGLD": chains(tyxe.samplers.SGLD(0.01)),
     "PytorchBNN": pytorch,
     "glm": linearised,

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import tyxe
-from tests.oracles.bnns import ADAM, NORMAL, NOTHING, mean_field
+from tests.oracles import bnns
+from tests.oracles.bnns import ADAM, NORMAL, laplace, mean_field, plain
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint
 
 DATA = [(torch.ones(4, 2), torch.arange(4) % 3)]
@@ -17,10 +18,6 @@ DATA = [(torch.ones(4, 2), torch.arange(4) % 3)]
 
 def variational(index=0):
     return mean_field(nn.Linear(2, 3), Categorical(4))
-
-
-def laplace():
-    return tyxe.LaplaceBNN(nn.Linear(2, 3), NORMAL, Categorical(4))
 
 
 def lines(bnn):
@@ -52,7 +49,7 @@ def test_the_net_is_shown_as_torch_shows_it():
 
 
 def test_nothing_is_random_under_maximum_likelihood():
-    found = lines(tyxe.VariationalBNN(nn.Linear(2, 3), NOTHING, Categorical()))
+    found = lines(plain(nn.Linear(2, 3), Categorical()))
     assert found["random weights"] == "0 of 9, in 0 sites"
     assert found["likelihood"] == "Categorical(dataset_size=None)"
     assert "guide" not in found
@@ -115,25 +112,23 @@ def test_weights_of_the_best_epoch_are_no_loaded_ones():
 
 
 def test_laplace_is_fitted_when_it_has_a_curvature(tmp_path):
-    bnn = laplace()
+    bnn, fresh = (laplace(nn.Linear(2, 3), Categorical(4)) for _ in range(2))
     assert lines(bnn)["guide"] == "a Gaussian about the mode, structure='kron'"
     assert lines(bnn)["state"] == "not fitted, no curvature"
     bnn.fit_curvature(DATA)
     assert lines(bnn)["state"] == "fitted, with its curvature"
     bnn.save(tmp_path / "bnn.tyxe")
-    fresh = laplace()
     fresh.load(tmp_path / "bnn.tyxe")
     assert lines(fresh)["state"] == "fitted, with its curvature"
 
 
 def test_samples_and_snapshots_are_counted():
     likelihood = Categorical(4)
-    kernel = tyxe.samplers.HMC(adapt_step_size=False, adapt_mass_matrix=False)
-    chains = tyxe.MCMC_BNN(nn.Linear(2, 3), NORMAL, likelihood, kernel)
+    chains = bnns.chains(nn.Linear(2, 3), likelihood)
     assert (lines(chains)["kernel"], lines(chains)["state"]) == ("HMC", "not fitted")
     chains.fit(DATA, 5, warmup_steps=0, num_chains=2, compile=False)
     assert lines(chains)["state"] == "2 chains of 5 samples"
-    swag = tyxe.SWAG_BNN(nn.Linear(2, 3), NORMAL, likelihood, rank=2)
+    swag = bnns.swag(nn.Linear(2, 3), likelihood)
     assert lines(swag)["state"] == "not fitted"
     swag.fit(DATA, ADAM, 3, start=0)
     assert lines(swag)["state"] == "3 snapshots, rank 2"

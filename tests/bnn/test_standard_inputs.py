@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tyxe
-from tests.oracles.bnns import NORMAL, mean_field
+from tests.oracles import bnns
 from tests.oracles.nets import NetOf
 from tyxe.bnn.checks import (
     FAR,
@@ -91,16 +91,16 @@ SGD = torch.optim.SGD
 
 
 def variational():
-    return mean_field(nn.Linear(3, 1), LIKELIHOOD)
+    return bnns.mean_field(nn.Linear(3, 1), LIKELIHOOD)
 
 
-def laplace():
-    return tyxe.LaplaceBNN(nn.Linear(3, 1), NORMAL, LIKELIHOOD)
+def laplace(*data):
+    return bnns.laplace(nn.Linear(3, 1), LIKELIHOOD, *data)
 
 
 def chain():
     kernel = tyxe.samplers.HMC(step_size=1e-9, num_steps=1)
-    return tyxe.MCMC_BNN(nn.Linear(3, 1), NORMAL, LIKELIHOOD, kernel)
+    return bnns.chains(nn.Linear(3, 1), LIKELIHOOD, kernel)
 
 
 def still(weights):
@@ -138,4 +138,4 @@ def test_a_second_fit_does_not_warn_again():
 
 
 def test_a_trained_net_is_not_asked_how_it_was_trained():
-    laplace().fit_curvature([(1000 + table(), torch.randn(40, 1))])
+    laplace([(1000 + table(), torch.randn(40, 1))])

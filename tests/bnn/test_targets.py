@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tyxe
-from tests.oracles.bnns import NORMAL, NOTHING, mean_field
+from tests.oracles.bnns import NORMAL, laplace, mean_field, plain
 from tyxe import predictive
 from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling
 from tyxe.data import Targets, weighted
@@ -27,10 +27,6 @@ STILL = functools.partial(torch.optim.SGD, lr=0.0)
 N = 40
 
 
-def plain(net, likelihood):
-    return tyxe.VariationalBNN(net, NOTHING, likelihood)
-
-
 def noise(size=N):
     return HomoskedasticGaussian(size, scale=0.5)
 
@@ -45,9 +41,7 @@ def pairs():
 
 
 def curvature_of(net, likelihood, *loader, **how):
-    bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood, **how)
-    bnn.fit_curvature([*loader])
-    return bnn.state.curvature
+    return laplace(net, likelihood, [*loader], **how).state.curvature
 
 
 def summed(*given, **how):
@@ -369,8 +363,7 @@ def test_the_curvature_of_several_outputs_counts_what_each_part_does(structure, 
 def test_a_process_of_points_counts_weights_as_the_linearised_net_does():
     x, y, weights = torch.randn(9, 2), torch.randint(3, (9,)), torch.arange(9).double() % 3
     net, size = nn.Linear(2, 3), int(weights.sum())
-    bnn = tyxe.LaplaceBNN(net, NORMAL, Categorical(size), structure="full")
-    bnn.fit_curvature([(x, y, weights)])
+    bnn = laplace(net, Categorical(size), [(x, y, weights)], structure="full")
     bnn.fit_gp([(x, y, weights)])
     new = torch.randn(4, 2)
     torch.testing.assert_close(bnn._gp(new)[1], bnn._glm(new)[1])
@@ -378,8 +371,7 @@ def test_a_process_of_points_counts_weights_as_the_linearised_net_does():
 
 def test_a_laplace_approximation_of_several_outputs_takes_loaders_of_mappings():
     x, y = torch.randn(N, 2), pairs()
-    bnn = tyxe.LaplaceBNN(Two(), NORMAL, joint(), structure="full")
-    bnn.fit_curvature([(x, y)])
+    bnn = laplace(Two(), joint(), [(x, y)], structure="full")
     assert float(bnn.optimize_prior_precision("grid", [(x, y)], grid=[0.5, 2.0])) > 0
     bnn.fit_gp([(x, y)])
     torch.testing.assert_close(bnn._gp(x[:4])[1], bnn._glm(x[:4])[1])
@@ -405,9 +397,7 @@ def test_scores_of_draws_of_each_member():
     def member(index):
         if not index:
             return mean_field(nn.Linear(2, 1), noise())
-        found = tyxe.LaplaceBNN(nn.Linear(2, 1), NORMAL, noise())
-        found.fit_curvature([(x, y)])
-        return found
+        return laplace(nn.Linear(2, 1), noise(), [(x, y)])
 
     ensemble = tyxe.EnsembleBNN(member, 2)
     torch.manual_seed(0)

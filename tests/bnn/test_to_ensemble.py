@@ -2,8 +2,6 @@
 
 import copy
 import io
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import onnxruntime
@@ -11,19 +9,29 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import HMC
-from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal
+from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal, AutoMultivariateNormal
 from torch import nn
 
 import tyxe
-from tests.oracles.bnns import HIDE_NORMS, NORMAL, NOTHING, two_layers
+from tests.oracles.bnns import HIDE_NORMS, NORMAL, laplace, mean_field, mlp, plain, two_layers
+from tests.oracles.front_nets import Counted
 from tests.oracles.nets import NetOf
 from tests.oracles.predictions import seeded
 from tyxe.guides import AutoInducing, AutoNormal
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HomoskedasticGaussian,
+    NegativeBinomial,
+    Ordinal,
+    Poisson,
+    StudentT,
+)
 from tyxe.likelihoods import HeteroskedasticGaussian as Heteroskedastic
 from tyxe.priors import IIDPrior
 
-X, Y = torch.randn(30, 4), torch.randint(3, (30,))
+DRAWS = torch.Generator().manual_seed(0)
+X, Y = torch.randn(30, 4, generator=DRAWS), torch.randint(3, (30,), generator=DRAWS)
 
 
 def net(outputs: int = 3) -> nn.Module:
@@ -35,12 +43,6 @@ def net(outputs: int = 3) -> nn.Module:
 def variational(guide=AutoNormal, likelihood=None, outputs: int = 3, **guides):
     likelihood = likelihood or Categorical(30)
     return tyxe.VariationalBNN(net(outputs), HIDE_NORMS, likelihood, guide, **guides)
-
-
-def laplace():
-    bnn = tyxe.LaplaceBNN(net(), HIDE_NORMS, Categorical(30))
-    bnn.fit_curvature([(X, Y)])
-    return bnn
 
 
 def mcmc():
@@ -60,8 +62,8 @@ BNNS = {
     "AutoInducing": lambda: variational(partial(AutoInducing, inducing_rows=3, inducing_cols=3)),
     "AutoDelta": lambda: variational(AutoDelta),
     "low rank": lambda: variational(partial(AutoLowRankMultivariateNormal, rank=2)),
-    "maximum likelihood": lambda: tyxe.VariationalBNN(net(), NOTHING, Categorical(30)),
-    "Laplace": laplace,
+    "maximum likelihood": lambda: plain(net(), Categorical(30)),
+    "Laplace": lambda: laplace(net(), Categorical(30), [(X, Y)], HIDE_NORMS),
     "MCMC": mcmc,
     "Bernoulli": lambda: variational(likelihood=Bernoulli(30), outputs=1),
     "Gaussian": lambda: variational(likelihood=HomoskedasticGaussian(30, scale=0.3), outputs=1),
@@ -106,16 +108,6 @@ def test_what_has_no_posterior_is_there_once():
     assert len(set(buffers)) == len(list(net.buffers()))
 
 
-class Counted(nn.Linear):
-    """A body that counts its forwards."""
-
-    count = 0
-
-    def forward(self, x):
-        self.count += 1
-        return super().forward(x).tanh()
-
-
 def twice():
     """Return a net that asks for a number, which torch.vmap does not take."""
 
@@ -147,9 +139,9 @@ def test_a_shared_body_runs_once_for_all_draws():
     ensemble, expected = last_layer(net, net[1])
     torch.testing.assert_close(ensemble(X), expected)
     for member in ensemble.members:
-        member[0].count = 0
+        member[0].calls = 0
     first = ensemble(X)
-    assert sum(member[0].count for member in ensemble.members) == 1
+    assert sum(member[0].calls for member in ensemble.members) == 1
     assert torch.equal(ensemble(X), first)
     program = torch.export.export(ensemble, (X,)).module()
     torch.testing.assert_close(program(X), expected)
@@ -203,14 +195,19 @@ def test_exported_for_any_number_of_rows_and_compiled():
     torch.testing.assert_close(compiled(X), ensemble(X))
 
 
+def by_onnx(module):
+    """Return what a module's export returns."""
+    file = io.BytesIO()
+    torch.onnx.export(module, (X,), dynamo=True, verbose=False).save(file)
+    session = onnxruntime.InferenceSession(file.getvalue())
+    (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
+    return torch.from_numpy(found)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_onnx():
-    ensemble, file = variational().to_ensemble(3), io.BytesIO()
-    torch.onnx.export(ensemble, (X,), dynamo=True, verbose=False).save(file)
-    session = onnxruntime.InferenceSession(file.getvalue())
-    (name,) = [one.name for one in session.get_inputs()]
-    (found,) = session.run(None, {name: X.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), ensemble(X), rtol=1e-4, atol=1e-5)
+    ensemble = variational().to_ensemble(3)
+    torch.testing.assert_close(by_onnx(ensemble), ensemble(X), rtol=1e-4, atol=1e-5)
 
 
 def test_a_state_dict_goes_into_another_ensemble():
@@ -221,17 +218,115 @@ def test_a_state_dict_goes_into_another_ensemble():
         assert all(map(torch.equal, other(X), first(X)))
 
 
-def test_threads_run_at_once():
-    """No lock is taken: a thread inside of the net does not keep another out."""
-    meeting = threading.Barrier(2, timeout=30)
+# --- closed forms ---------------------------------------------------------------------------------
 
-    def meet(net, x):
-        meeting.wait()
-        return net.linear(x)
 
-    net = NetOf(meet, linear=nn.Linear(4, 3))
-    bnn = tyxe.VariationalBNN(net, NORMAL, Categorical(30), AutoNormal)
-    ensemble = bnn.to_ensemble(2)
-    with ThreadPoolExecutor(2) as pool:
-        one, two = (pool.submit(ensemble, X) for _ in range(2))
-        assert torch.equal(one.result(), two.result())
+TARGETS = {
+    "classes": (Categorical(30), 3, torch.randint(3, (30,), generator=DRAWS)),
+    "labels": (Bernoulli(30, event_dim=1), 1, (X[:, :1] > 0).float()),
+    "numbers": (HomoskedasticGaussian(30, scale=0.3), 2, X[:, :2].sin()),
+    "heavy tails": (StudentT(30, scale=0.3), 2, X[:, :2].sin()),
+    "counts": (Poisson(30), 2, X[:, :2].exp().round()),
+    "overdispersed": (NegativeBinomial(30), 1, X[:, :1].exp().round()),
+}
+
+
+def net_and_prior(outputs, **rules):
+    net = mlp(4, 6, outputs)
+    rules = rules or {"expose_modules": [net[2]]}
+    return net, tyxe.priors.IIDPrior(dist.Normal(0, 1), **rules)
+
+
+def laplace_of(kind, structure="full", **rules):
+    likelihood, outputs, y = TARGETS[kind]
+    bnn = tyxe.LaplaceBNN(*net_and_prior(outputs, **rules), likelihood, structure=structure)
+    bnn.fit_curvature([(X, y)])
+    return bnn
+
+
+def variational_of(kind, guide=AutoNormal):
+    likelihood, outputs, _ = TARGETS[kind]
+    return tyxe.VariationalBNN(*net_and_prior(outputs), likelihood, partial(guide, init_scale=0.3))
+
+
+def assert_is_glm(bnn, link="probit"):
+    module = bnn.to_ensemble(closed_form=True, link=link)
+    expected = bnn.predict(X, predictive="glm", link=link, num_predictions=100)
+    torch.testing.assert_close(module(X), expected)
+    return module
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
+def test_closed_forms_of_laplace(kind, structure):
+    assert_is_glm(laplace_of(kind, structure))
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("guide", [AutoNormal, AutoMultivariateNormal])
+def test_closed_forms_of_guides(kind, guide):
+    assert_is_glm(variational_of(kind, guide))
+
+
+@pytest.mark.parametrize("hidden", ["weight", "bias"])
+def test_a_closed_form_of_weights_or_biases_alone(hidden):
+    rules = {"hide_modules": ["0"], "hide_parameters": [hidden]}
+    assert_is_glm(laplace_of("classes", **rules), link="bridge")
+
+
+def test_a_closed_form_is_compiled_copied_and_moved():
+    module = assert_is_glm(variational_of("numbers"))
+    compiled = torch.compile(module, backend="eager")
+    for other in (compiled, copy.deepcopy(module), module.double().float()):
+        torch.testing.assert_close(other(X + 1), module(X + 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "structure"),
+    [
+        ("classes", "full"),
+        ("classes", "kron"),
+        ("labels", "diag"),
+        ("labels", "lowrank"),
+        ("numbers", "full"),
+        ("numbers", "diag"),
+    ],
+)
+def test_a_closed_form_exports_for_any_number_of_rows(kind, structure):
+    module = laplace_of(kind, structure).to_ensemble(closed_form=True)
+    module(X)
+    rows = {0: torch.export.Dim("rows", min=2)}
+    program = torch.export.export(module, (X,), dynamic_shapes=((rows,),)).module()
+    torch.testing.assert_close(program(X[:7]), module(X[:7]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_closed_form_by_onnx():
+    module = assert_is_glm(laplace_of("classes", "kron"))
+    torch.testing.assert_close(by_onnx(module), module(X), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_last_is_refused_at_the_first_call():
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3), nn.LogSoftmax(-1))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_modules=[net[1]])
+    bnn = mean_field(net, Categorical(30), prior)
+    module = bnn.to_ensemble(closed_form=True)
+    with pytest.raises(RuntimeError, match="call the module once before an export"):
+        torch.export.export(module, (X,))
+    with pytest.raises(TypeError, match="not the last operation"):
+        module(X)
+
+
+def test_what_has_no_closed_form():
+    bnn, whole = variational_of("classes"), mean_field(mlp(4, 6, 3), Categorical(30))
+    net, prior = net_and_prior(1)
+    ordered = mean_field(net, Ordinal(30, 3), prior)
+    chains = tyxe.MCMC_BNN(*net_and_prior(3), Categorical(30), tyxe.samplers.HMC)
+    for one, given, options, error, message in (
+        (whole, (), {}, TypeError, "over 4 parameters of 2 modules; closed forms are for"),
+        (ordered, (), {}, TypeError, "Ordinal has no prediction in closed form"),
+        (bnn, (4,), {}, TypeError, "leave num_draws out"),
+        (bnn, (), {"link": "mc"}, ValueError, "link is 'mc'; expected one of 'probit'"),
+        (chains, (), {}, (TypeError, ValueError), r"closed form|predictive"),
+    ):
+        with pytest.raises(error, match=message):
+            one.to_ensemble(*given, closed_form=True, **options)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import tyxe
-from tests.oracles.bnns import ADAM, NORMAL, mean_field, mlp
+from tests.oracles.bnns import ADAM, KINDS, NORMAL, mean_field, mlp
 from tests.oracles.predictions import seeded
 from tyxe.calibration import SplitConformal
 from tyxe.diagnostics import diagnose, scores
@@ -26,36 +26,8 @@ def unpack(batch):
     return batch["x"], batch["y"]
 
 
-def variational(net=None, **how):
-    return mean_field(net or nn.Linear(2, 3), Categorical(24), **how)
-
-
-def laplace(net=None, **how):
-    return tyxe.LaplaceBNN(net or nn.Linear(2, 3), NORMAL, Categorical(24), **how)
-
-
-def chains(net=None, **how):
-    fixed = {"adapt_step_size": False, "adapt_mass_matrix": False}
-    kernel = tyxe.samplers.HMC(step_size=0.01, num_steps=2, **fixed)
-    return tyxe.MCMC_BNN(net or nn.Linear(2, 3), NORMAL, Categorical(24), kernel, **how)
-
-
-def swag(net=None, **how):
-    return tyxe.SWAG_BNN(net or nn.Linear(2, 3), NORMAL, Categorical(24), rank=2, **how)
-
-
-def dropout(net=None, **how):
-    net = nn.Sequential(nn.Dropout(0.5), net or nn.Linear(2, 3))
-    return tyxe.DropoutBNN(net, Categorical(24), **how)
-
-
-def ensemble(net=None, **how):
-    net = net or nn.Linear(2, 3)
-    make = lambda _: variational(tyxe.util.reset_parameters_(copy.deepcopy(net)), **how)  # noqa: E731
-    return tyxe.EnsembleBNN(make, 2)
-
-
-MAKE = {make.__name__: make for make in (variational, laplace, chains, swag, dropout, ensemble)}
+def make(kind="mean_field", net=None, **how):
+    return KINDS[kind](net or nn.Linear(2, 3), Categorical(24), **how)
 
 
 def fit(bnn, loader=RAW, **how):
@@ -87,18 +59,18 @@ def used(bnn):
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [*((name, {}) for name in MAKE), ("ensemble", {"vectorize": True})]
+    ("name", "how"), [*((name, {}) for name in KINDS), ("ensemble", {"vectorize": True})]
 )
 def test_what_a_fit_was_given_holds_for_all_loaders(name, how):
-    bnn = MAKE[name]()
+    bnn = make(name)
     fit(bnn, unpack=unpack, **how)
     used(bnn)
     fit(bnn)
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_the_constructor_was_given_holds_for_all_loaders(name):
-    bnn = MAKE[name](unpack=unpack)
+    bnn = make(name, unpack=unpack)
     fit(bnn)
     used(bnn)
     used(copy.deepcopy(bnn))
@@ -125,7 +97,7 @@ TURNED = [(y, x) for x, y in PAIRS]
 @pytest.mark.parametrize("loader", [TURNED, DataLoader(TURNED, None)], ids=["list", "DataLoader"])
 def test_no_batch_is_unpacked_twice(loader):
     parts = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)), NORMAL, Categorical(24)
-    members, chain = ensemble(), tyxe.MCMC_BNN(*parts, tyxe.samplers.SGLD(1e-3))
+    members, chain = make("ensemble"), tyxe.MCMC_BNN(*parts, tyxe.samplers.SGLD(1e-3))
     averaged = tyxe.SWAG_BNN(*parts, rank=2)
     members.fit(TURNED, ADAM, 1, unpack=turned)
     chain.fit(loader, 2, warmup_steps=1, unpack=turned)
@@ -138,7 +110,7 @@ def test_no_batch_is_unpacked_twice(loader):
 
 
 def test_laplace_and_diagnosis_take_it():
-    bnn = laplace(unpack=unpack)
+    bnn = make("laplace", unpack=unpack)
     bnn.fit(RAW, ADAM, 2)
     bnn.fit_curvature(RAW)
     bnn.optimize_prior_precision("grid", RAW, grid=[0.5, 2.0])
@@ -146,14 +118,14 @@ def test_laplace_and_diagnosis_take_it():
     assert bnn.refine(RAW).predict(X, num_predictions=4).shape == (24, 3)
     assert "error" in str(diagnose(bnn, RAW, RAW, num_predictions=4))
     net = nn.Linear(2, 3)
-    one, other = laplace(net), laplace(net)
+    one, other = (make("laplace", net) for _ in range(2))
     one.fit_curvature(RAW, unpack=unpack)
     other.fit_curvature(PAIRS)
     torch.testing.assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood())
 
 
 def test_a_copy_does_not_know_what_a_fit_was_given_and_can_be_pickled():
-    bnn = variational()
+    bnn = make()
     bnn.fit(RAW, ADAM, 1, unpack=lambda batch: (batch["x"], batch["y"]))
     again = pickle.loads(pickle.dumps(bnn))
     with pytest.raises(ValueError, match="the loader yields no targets"):
@@ -161,25 +133,25 @@ def test_a_copy_does_not_know_what_a_fit_was_given_and_can_be_pickled():
 
 
 def test_batches_of_another_kind_are_left_as_they_are():
-    bnn = variational()
+    bnn = make()
     bnn.fit(RAW, ADAM, 1, unpack=unpack)
     assert bnn.predict(PAIRS, num_predictions=4).shape == (24, 3)
     bnn.fit(PAIRS, ADAM, 1)
     triples = [(x, torch.zeros(12), y) for x, y in PAIRS]
-    swapped = variational(unpack=lambda batch: (batch[0], batch[2]))
+    swapped = make(unpack=lambda batch: (batch[0], batch[2]))
     swapped.fit(triples, ADAM, 1)
     error, _ = swapped.evaluate(triples, num_predictions=0)
     assert error == swapped.evaluate(PAIRS, num_predictions=0)[0]
 
 
 def test_batches_that_it_does_not_fit():
-    bnn = variational(unpack=unpack)
+    bnn = make(unpack=unpack)
     with pytest.raises(ValueError, match=r"holds for all loaders, and fails on a tuple.*=lambda"):
         bnn.evaluate(PAIRS)
     bnn.fit(RAW, ADAM, 1)
     with pytest.raises(ValueError, match="fails on a dict of this one: KeyError: 'x'"):
         bnn.evaluate([{"z": X, "y": Y}])
-    for call in (partial(variational, unpack=3), partial(bnn.fit, [{}], ADAM, 1, unpack=3)):
+    for call in (partial(make, unpack=3), partial(bnn.fit, [{}], ADAM, 1, unpack=3)):
         with pytest.raises(TypeError, match="unpack is 3; expected a function"):
             call()
     with pytest.raises(TypeError, match="unpack goes with a loader"):
@@ -250,7 +222,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, "key") for name in MAKE] + [("variational", k) for k in OUTPUTS if k != "key"],
+    [(name, "key") for name in KINDS] + [("mean_field", k) for k in OUTPUTS if k != "key"],
 )
 def test_outputs_and_batches_as_they_come_are_those_of_plain_ones(name, kind):
     returns, output = OUTPUTS[kind]
@@ -260,7 +232,7 @@ def test_outputs_and_batches_as_they_come_are_those_of_plain_ones(name, kind):
         (Structured(returns), {"output": output, "unpack": unpack}, RAW),
     ):
         torch.manual_seed(1)
-        bnn = MAKE[name](net, **options)
+        bnn = make(name, net, **options)
         fit(bnn, loader)
         torch.manual_seed(2)
         found.append([bnn.evaluate(loader, num_predictions=3), bnn.predict(loader)])
@@ -269,7 +241,7 @@ def test_outputs_and_batches_as_they_come_are_those_of_plain_ones(name, kind):
 
 
 def test_a_plain_net_returns_what_it_did_and_copies_keep_the_output():
-    bnn = variational(Structured("dict"), output="logits")
+    bnn = make("mean_field", Structured("dict"), output="logits")
     assert set(bnn.to_module()(X)) == {"loss", "logits"}
     assert bnn(X).shape == (24, 3)
     for copied in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
@@ -290,13 +262,13 @@ def test_a_plain_net_returns_what_it_did_and_copies_keep_the_output():
 def test_an_output_that_there_is_not(kind, output, returns):
     message = f"output={output!r}, but Structured returns a {returns}"
     with pytest.raises(ValueError, match=message):
-        variational(Structured(kind), output=output).predict(X)
+        make("mean_field", Structured(kind), output=output).predict(X)
 
 
 def test_what_is_wrong_names_the_argument_that_mends_it():
     with pytest.raises(TypeError, match=r"output is 1\.5"):
-        variational(Structured("dict"), output=1.5)
+        make("mean_field", Structured("dict"), output=1.5)
     with pytest.raises(TypeError, match=r"returns a dict.*output="):
-        variational(Structured("dict")).fit(PAIRS, ADAM, 1)
+        make("mean_field", Structured("dict")).fit(PAIRS, ADAM, 1)
     with pytest.raises(ValueError, match=r"a mapping with keys x, y.*unpack="):
-        variational().fit(RAW, ADAM, 1)
+        make().fit(RAW, ADAM, 1)

@@ -9,13 +9,12 @@ from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL, NOTHING
 from tyxe.bnn.batches import batches_of
 from tyxe.bnn.potential import BatchPotential, Potential
 from tyxe.samplers import SGHMC, batched
 
 N = 400
-NOTHING = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 SGD = functools.partial(torch.optim.SGD, lr=0.02)
 
 
