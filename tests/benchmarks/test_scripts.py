@@ -72,40 +72,12 @@ def test_a_smoke_test_runs_every_case_and_writes_its_results(
                 assert_summary(row["to_limit"])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to be measured")
-def test_the_gpu_script_says_that_there_is_none(
-    run_script: RunScript, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run_script("gpu", "--json", str(tmp_path / "results.json"))
-    assert ended.value.code == 0
-    message = "benchmarks/gpu.py: no CUDA device here, so nothing was measured\n"
-    assert capsys.readouterr().out == message
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_gpu_script_finds_the_tests_of_gpus(run_script: RunScript, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     run_script("gpu", "--all", "--case", "checks", "--smoke-test", "--json", str(path))
     (case,) = json.loads(path.read_text())["cases"]
     assert case["name"] == "checks"
     assert re.match(r"\d+ tests collected", case["findings"]["outcome"])
-
-
-def test_a_single_case_is_written_beside_the_others(run_script: RunScript, tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    how = ("--smoke-test", "--threads", "1", "--json", str(path), "--case")
-    run_script("scaling", *how, "evidence")
-    first = json.loads(path.read_text())
-    run_script("scaling", *how, "step")
-    both = json.loads(path.read_text())
-    assert [case["name"] for case in both["cases"]] == ["step", "evidence"]
-    assert both["cases"][1] == first["cases"][0]
-    commands = both["environment"]["command"].split("; ")
-    assert commands[0] == first["environment"]["command"]
-    assert commands[1].endswith("--case step")
-    with pytest.raises(SystemExit, match=r"of another machine, or of other versions"):
-        run_script("scaling", *how, "step", "--threads", "2")
 
 
 def test_the_page_is_what_the_results_say(run_script: RunScript) -> None:
