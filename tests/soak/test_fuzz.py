@@ -24,8 +24,8 @@ def test_a_slice_has_nothing_silent_and_nothing_obscure():
     found = fuzz.run(60, SEED)
     assert found["found"] == []
     assert sum(found[kind] for kind in KINDS) == found["combinations"] == 60
-    assert found["works"] >= 15
-    assert found["clear"] >= 15
+    assert found["works"] >= 30
+    assert found["clear"] >= 5
 
 
 CLEAR = "num_epochs is 2.5; expected an integer"
