@@ -228,7 +228,7 @@ SOUND = {
     "util.py": "import pyro\nfrom tyxe.errors import TyxeWarning",
     "metrics.py": "import torch",
     "plotting.py": "from . import metrics\ndef plot():\n    import matplotlib.pyplot as plt",
-    "linalg/__init__.py": "from tyxe.linalg.dense import Dense",
+    "linalg/__init__.py": "from tyxe.linalg.matrices import Dense",
     "linalg/dense.py": "import torch\nfrom tyxe.errors import TyxeWarning",
     "priors/__init__.py": "from .iid import IIDPrior\nfrom . import base",
     "priors/base.py": "from .. import util",

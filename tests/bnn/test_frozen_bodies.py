@@ -10,8 +10,8 @@ from torch import nn
 import tyxe
 from tests.oracles.bnns import NORMAL, NOTHING, mean_field
 from tests.oracles.nets import NetOf
-from tyxe.diagnostics.case import Case
 from tyxe.diagnostics.inference import slope
+from tyxe.diagnostics.report import Case
 from tyxe.likelihoods import HomoskedasticGaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")

@@ -164,7 +164,9 @@ class Doubled(Diagonal):
 
 def test_a_structure_of_ones_own_takes_a_name(monkeypatch):
     operator = Doubled(torch.ones(2))
-    with pytest.raises(TypeError, match=r'no name .*state\.STATE_NAMES\["doubled"\] = Doubled$'):
+    with pytest.raises(
+        TypeError, match=r'no name .*functions\.STATE_NAMES\["doubled"\] = Doubled$'
+    ):
         operator_state(operator)
     monkeypatch.setitem(STATE_NAMES, "doubled", Doubled)
     assert list(operator_state(operator)) == ["doubled.entries"]

@@ -29,7 +29,7 @@ from tyxe.bnn.potential import Potential
 from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling
 from tyxe.data import Targets
 from tyxe.diagnostics import held_out
-from tyxe.diagnostics.case import Case
+from tyxe.diagnostics.report import Case
 from tyxe.likelihoods import (
     Bernoulli,
     Categorical,

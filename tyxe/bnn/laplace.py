@@ -31,7 +31,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.linalg.functions import logdet_by_quadrature
 from tyxe.priors import DictPrior, Prior
-from tyxe.priors.single_weights import diagonal_posterior
+from tyxe.priors.mapping import diagonal_posterior
 from tyxe.processes import all_or_none, check_group, shared
 from tyxe.rng import RandomStream, fresh_seed
 from tyxe.threads import as_before, exclusive

@@ -18,7 +18,7 @@ from tyxe.curvature.gradients import (
 )
 from tyxe.curvature.linearize import Linearization
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank, Operator
-from tyxe.linalg.diagonal import pairs_are_fewer
+from tyxe.linalg.matrices import pairs_are_fewer
 
 # Elements of Jacobians that are held at a time on a processor, so that they fit its cache.
 CACHED_ROWS = 2**20

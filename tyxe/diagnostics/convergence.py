@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe import check
 from tyxe.bnn import MCMC_BNN, LaplaceBNN
-from tyxe.diagnostics.case import Case
-from tyxe.diagnostics.report import ANY, Line, above, below
+from tyxe.diagnostics.report import ANY, Case, Line, above, below
 from tyxe.distributions import JointDistribution
 from tyxe.guides import Guide
 from tyxe.metrics.checks import check_real

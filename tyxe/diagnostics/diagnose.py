@@ -14,10 +14,9 @@ from tyxe.bnn.predict import SupervisedBNN
 from tyxe.data import Unpack
 from tyxe.diagnostics import held_out as of_predictions
 from tyxe.diagnostics import inference
-from tyxe.diagnostics.case import Case, integral_transform, members_of
 from tyxe.diagnostics.convergence import chains
 from tyxe.diagnostics.errors import errors, members
-from tyxe.diagnostics.report import Line, Report
+from tyxe.diagnostics.report import Case, Line, Report, integral_transform, members_of
 from tyxe.rng import RandomStream
 from tyxe.threads import as_before
 from tyxe.util import outside_inference

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe.bnn import EnsembleBNN, VariationalBNN
 from tyxe.data import Picking
-from tyxe.diagnostics.case import Case, log_likelihoods, members_of
 from tyxe.diagnostics.inference import has_spread, slope
-from tyxe.diagnostics.report import Line, above, below
+from tyxe.diagnostics.report import Case, Line, above, below, log_likelihoods, members_of
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import Categorical, Censored
 from tyxe.priors import IIDPrior

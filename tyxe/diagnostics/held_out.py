@@ -17,15 +17,18 @@ from tyxe.bnn import DropoutBNN, VariationalBNN
 from tyxe.bnn.scoring import Predicted
 from tyxe.check import described
 from tyxe.data import Targets
-from tyxe.diagnostics.case import (
+from tyxe.diagnostics.report import (
+    ANY,
     Case,
+    Line,
+    above,
+    below,
     integral_transform,
     log_likelihoods,
     members_of,
     mixed,
     spared,
 )
-from tyxe.diagnostics.report import ANY, Line, above, below
 from tyxe.guides import Guide
 from tyxe.metrics.checks import average
 from tyxe.poutine import report

@@ -22,9 +22,8 @@ from tyxe.bnn.checks import KL_DWARFS, UNLIKE, columns_of, distance_from_standar
 from tyxe.bnn.elbo import Objective
 from tyxe.bnn.reading import unread_sites
 from tyxe.bnn.runtime import fitting
-from tyxe.diagnostics.case import Case, spared
 from tyxe.diagnostics.convergence import tails
-from tyxe.diagnostics.report import ANY, Line, above, below
+from tyxe.diagnostics.report import ANY, Case, Line, above, below, spared
 from tyxe.distributions import PrunedNormal
 from tyxe.guides.normal import MeanField, SWAGGuide
 from tyxe.laplace.search import spectrum

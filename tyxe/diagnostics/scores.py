@@ -17,7 +17,7 @@ from tyxe.bnn.batches import all_batches, device_for
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import Predicted, predicted
 from tyxe.data import Unpack
-from tyxe.diagnostics.case import integral_transform, members_of
+from tyxe.diagnostics.report import integral_transform, members_of
 from tyxe.likelihoods import Categorical
 from tyxe.likelihoods.checks import mean_over
 from tyxe.metrics.checks import average, check_probs, check_real, check_weights

@@ -3,8 +3,15 @@
 from tyxe.distributions.gaussian import Gaussian
 from tyxe.distributions.inducing import InducingWeights
 from tyxe.distributions.joint import IndependentSites, JointDistribution, JointMarginal
-from tyxe.distributions.moments import center, deviation, independent_moments, known_entropy
-from tyxe.distributions.normal import FactorizedNormal, PrunedNormal, as_gaussian
+from tyxe.distributions.normal import (
+    FactorizedNormal,
+    PrunedNormal,
+    as_gaussian,
+    center,
+    deviation,
+    independent_moments,
+    known_entropy,
+)
 from tyxe.distributions.param_blocks import ParamBlocks
 from tyxe.distributions.signed_bernoulli import SignedBernoulli, SignedBetaBernoulli
 

@@ -25,7 +25,7 @@ from torch.nn.functional import logsigmoid
 
 from tyxe import check
 from tyxe.distributions.buffered import unexpanded
-from tyxe.distributions.moments import independent_moments
+from tyxe.distributions.normal import independent_moments
 from tyxe.util import at_least_float32, in_function_transform
 
 

@@ -197,15 +197,6 @@ class AutoInducing(Guide):
         scales = (self.row_scales, self.column_scales)[side]
         return inducing_side(self.map(name, side), scales[name])
 
-    def get_lambda(self, site_name: str) -> Tensor:
-        """Return the scale of a layer's conditional posterior, by its weight's name.
-
-        Raises:
-            ValueError: the site has no inducing weights, or is a bias.
-        """
-        found = self._lambda(resolve_site_name(site_name, self.row_maps))
-        return torch.zeros((), device="cpu") if found is None else found
-
     def _lambda(self, name: str) -> Tensor | None:
         if self.options.max_lambda == 0:
             return None

@@ -9,9 +9,8 @@ import tyxe.linalg.functions  # noqa: F401  (registers the form of operators in 
 from tyxe.linalg.base import Operator
 from tyxe.linalg.checks import NotPositiveDefiniteError
 from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum
-from tyxe.linalg.dense import Cholesky, Dense
-from tyxe.linalg.diagonal import Diagonal, LowRank
 from tyxe.linalg.kronecker import Kronecker
+from tyxe.linalg.matrices import Cholesky, Dense, Diagonal, LowRank
 
 __all__ = [
     "BlockDiagonal",

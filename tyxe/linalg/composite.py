@@ -13,8 +13,7 @@ from torch import Tensor
 from tyxe import check
 from tyxe.linalg.base import Operator, factorization
 from tyxe.linalg.checks import check_small
-from tyxe.linalg.dense import Cholesky, Dense
-from tyxe.linalg.diagonal import Diagonal, LowRank
+from tyxe.linalg.matrices import Cholesky, Dense, Diagonal, LowRank
 
 
 def _alike(parts: Mapping[str, Operator], what: str) -> dict[str, Operator]:

@@ -16,9 +16,8 @@ from tyxe.files import FORMS
 from tyxe.linalg.base import Operator
 from tyxe.linalg.checks import check_small, is_small
 from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum, with_term
-from tyxe.linalg.dense import Cholesky, Dense
-from tyxe.linalg.diagonal import Diagonal, LowRank
 from tyxe.linalg.kronecker import Kronecker, has_derivative, is_one_number
+from tyxe.linalg.matrices import Cholesky, Dense, Diagonal, LowRank
 
 
 def _pairs(a: Operator, b: Operator) -> dict[str, tuple[Operator, Operator]]:

@@ -16,7 +16,7 @@ from tyxe.linalg.checks import (
     check_positive_definite,
     check_symmetric,
 )
-from tyxe.linalg.diagonal import pairs_are_fewer, variance_of_products
+from tyxe.linalg.matrices import pairs_are_fewer, variance_of_products
 
 
 def _rotated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -1,8 +1,15 @@
 """Which parameters of a net are random, and with which distribution."""
 
 from tyxe.priors.base import Prior
-from tyxe.priors.mapping import BinaryPrior, DictPrior, IIDPrior, LambdaPrior, LayerwiseNormalPrior
-from tyxe.priors.single_weights import SubnetworkPrior, subnetwork
+from tyxe.priors.mapping import (
+    BinaryPrior,
+    DictPrior,
+    IIDPrior,
+    LambdaPrior,
+    LayerwiseNormalPrior,
+    SubnetworkPrior,
+    subnetwork,
+)
 
 __all__ = [
     "BinaryPrior",

@@ -9,10 +9,9 @@ Example:
     >>> check_guide(functools.partial(tyxe.guides.AutoNormal, init_scale=1e-2))
 """
 
-from tyxe.testing.guides import GUIDES, check_guide
+from tyxe.testing.guides import GUIDES, PRIORS, check_guide, check_prior
 from tyxe.testing.handlers import HANDLERS, check_handler
 from tyxe.testing.likelihoods import LIKELIHOODS, LikelihoodCase, check_likelihood
-from tyxe.testing.priors import PRIORS, check_prior
 
 __all__ = [
     "GUIDES",
