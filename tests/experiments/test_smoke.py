@@ -55,6 +55,7 @@ CASES = [
     ("binary_continual", 9, ["Beta, delta 0"]),
     ("binary_gap", 2 * len(binary.CHANGES), binary.CHANGES),
     ("corruptions", 4, inducing_images.PAPER),
+    ("ddp", 1, ["1 process"]),  # of several processes in tests/bnn/test_parallel.py
     ("fixed_variance", 2 * (2 * 2 + 1), []),
     ("image_laplace", 2, image_laplace.ROWS),
     ("inducing_images --parts table ablation", 9, INDUCING),
@@ -168,6 +169,12 @@ def of_regression(cells):
     assert len(cell["chain"]["r_hat"]) == 5
 
 
+def of_ddp(cells):
+    assert torch.get_default_dtype() == torch.float32
+    for curve in cells["1 process", "0"]["curves"].values():
+        assert curve[-1] < curve[0]
+
+
 def of_binary_gap(cells):
     # Another rate is another fit; a row changes nothing that it does not name.
     own = [cell["NLL"] for (net, *_), cell in cells.items() if net == "mlp"]
@@ -234,6 +241,7 @@ CHECKS = {
     "agreement": of_agreement,
     "binary": of_binary,
     "binary_gap": of_binary_gap,
+    "ddp": of_ddp,
     "inducing_images": of_inducing_images,
     "inducing_toy": of_inducing_toy,
     "laplace_toys cubic": of_cubic,
