@@ -56,15 +56,6 @@ def test_a_step_of_several_batches_is_that_of_one(make, sizes):
     assert_same_parameters(bnn, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_draws_of_a_step_add_up():
-    """With draws the gradient has the mean of one batch's, and less variance."""
-    one, other = mean_field(net(), likelihood()), mean_field(net(), likelihood())
-    history = one.fit(parts(X, 8, 8, 8), SGD, 1, accumulate_steps=3, num_particles=40)
-    expected = other.fit([(X, Y)], SGD, 1, num_particles=120)
-    assert history.loss == pytest.approx(expected.loss, rel=0.01)
-    assert_same_parameters(one, other, atol=0.01, rtol=0.02)
-
-
 def test_a_callback_sees_steps():
     class Count(tyxe.Callback):
         seen = ()

@@ -3,7 +3,6 @@
 import functools
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from tests.oracles.architectures import (
     TiedLanguageModel,
     WithBuffers,
     flat,
-    frozen_backbone,
     image,
     make,
     targets,
@@ -89,13 +87,6 @@ def test_tied_weights_are_one_site_and_one_draw():
     assert all(weight is values["net.embedding.weight"] for weight in seen)
     exported = bnn.to_module()
     assert exported.head.weight is exported.embedding.weight
-
-
-def test_frozen_parameters_are_no_sites_unless_exposed():
-    bnn = make(frozen_backbone())
-    assert sites_of(bnn) == ["3.weight", "3.bias"]
-    exposed = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["0.weight"])
-    assert sites_of(make(frozen_backbone(), prior=exposed)) == ["0.weight"]
 
 
 def test_buffers_are_the_copys_own_and_norms_learn_in_fit_only():

@@ -188,14 +188,6 @@ def test_probabilities_for_logits_are_warned_of():
     assert [w.filename for w in caught] == [__file__]
 
 
-@pytest.mark.filterwarnings("error")
-def test_each_kind_of_prediction_where_it_belongs_is_silent():
-    probabilities = Categorical(N, logit_predictions=False)
-    for likelihood, last in ((probabilities, [nn.Softmax(-1)]), (Categorical(N), [])):
-        history = logits_or_probabilities(likelihood, 3, last).fit([(X, LABELS)], ADAM, 1)
-        assert len(history.loss) == 1
-
-
 def of_numpy(tensor):
     return pytest.importorskip("numpy").asarray(tensor)
 

@@ -97,11 +97,6 @@ def test_inputs_of_every_structure_are_joined():
     assert torch.equal(labels, Y)
 
 
-def test_joined_batches_are_not_unpacked_again():
-    joined = collect([(LEFT[r], Y[r]) for r in ROWS])
-    assert [*tyxe.data.Unpacked([joined], lambda _: pytest.fail("unpacked"))] == [joined]
-
-
 @pytest.mark.parametrize(
     ("first", "second", "error", "message"),
     [

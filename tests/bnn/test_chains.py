@@ -66,7 +66,7 @@ def test_moments_of_a_regression_of_posteriordb():
     likelihood = HomoskedasticGaussian(100, scale=dist.HalfNormal(10.0))
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 10))
     bnn = make(NUTS(), nn.Linear(5, 1, bias=False), likelihood, prior)
-    run = bnn.fit([(x, y)], 1_000, warmup_steps=500, compile=True)
+    run = bnn.fit([(x, y)], 500, warmup_steps=300, compile=True)
     assert not run.statistics["diverged"].any()
     found = rows_of(bnn, "net.weight", "likelihood.scale")
     assert_moments(found, *quadrature(x, y, torch.linspace(0.6, 1.6, 1001).double()))
@@ -92,12 +92,6 @@ def test_chains_start_where_they_are_told():
     guided = tyxe.VariationalBNN(nn.Linear(1, 1).double(), PRIOR, likelihood, AutoDelta)
     values = torch.cat([v.flatten() for _, v in sorted(guided._mean_values().items())])
     assert starts(bnn, init=guided, num_chains=2).tolist() == [values.tolist()] * 2
-
-
-def test_starts_at_the_prior_have_its_law():
-    found = torch.cat([v.flatten() for v in make().starts([data()], "prior", 2_000).values()])
-    assert abs(float(found.mean())) < 4 * 1.5 / math.sqrt(4_000)
-    assert abs(float(found.std()) - 1.5) < 4 * 1.5 / math.sqrt(8_000)
 
 
 def at(bias, weight):
@@ -158,32 +152,6 @@ def test_an_interrupted_run_goes_on_exactly(monkeypatch):
     bnn.fit([data()], 30, resume=True)
     for site, value in whole.samples.items():
         assert torch.equal(bnn.samples[site], value)
-
-
-def test_samples_go_to_a_file_in_a_dtype(tmp_path):
-    torch.manual_seed(1)
-    expected = make().fit([data()], 6, warmup_steps=5).get_samples(group_by_chain=True)
-    torch.manual_seed(1)
-    bnn = make()
-    bnn.fit([data()], 6, warmup_steps=5, dtype=torch.float32, file=tmp_path / "samples")
-    assert (tmp_path / "samples").stat().st_size == 4 * 6 * 2 * 4
-    for site, value in expected.items():
-        assert bnn.samples[site].dtype == torch.float32
-        torch.testing.assert_close(bnn.samples[site], value.float())
-
-
-def test_warnings_name_the_remedy():
-    with pytest.warns(tyxe.TyxeWarning, match="warmup_steps=3 is too short to adapt step sizes"):
-        make(NUTS()).fit([data()], 3, warmup_steps=3)
-    with pytest.warns(tyxe.TyxeWarning, match="100.0% of the transitions diverged"):
-        make(HMC(step_size=50.0, **FIXED)).fit([data()], 3, warmup_steps=0)
-    apart = at(torch.tensor([[-50.0], [90.0]]), torch.tensor([-50.0, 50.0])[:, None, None])
-    frozen = HMC(step_size=1e-6, **FIXED)
-    with pytest.warns(tyxe.TyxeWarning, match="chains disagree: R-hat of the log joint"):
-        make(frozen).fit([data()], 50, warmup_steps=0, init=apart)
-    deep = NUTS(step_size=1e-4, max_tree_depth=2, **FIXED)
-    with pytest.warns(tyxe.TyxeWarning, match="100.0% of the trees have the full depth of 2"):
-        make(deep).fit([data()], 3, warmup_steps=0)
 
 
 def test_summaries_are_of_predictions():

@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal
+from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import tyxe
@@ -63,28 +63,6 @@ def test_mini_batches_have_the_full_optimum():
             torch.testing.assert_close(
                 parameter.grad, torch.zeros_like(parameter), rtol=0, atol=1e-9, msg=name
             )
-
-
-def test_multivariate_guide_is_the_exact_posterior():
-    x, y = conjugate.regression()
-    precision, mean = conjugate.precision_and_mean(x, y)
-    bnn = conjugate.linear_bnn(AutoMultivariateNormal)
-    points = conjugate.SigmaPoints(conjugate.JOINT_SITE)
-    conjugate.maximise(bnn, points, x, y)
-    posterior = bnn.net_guide.guide.get_posterior()
-    torch.testing.assert_close(posterior.mean.detach(), mean, rtol=0, atol=1e-6)
-    covariance = posterior.covariance_matrix.detach()
-    torch.testing.assert_close(covariance, torch.linalg.inv(precision), rtol=1e-5, atol=1e-8)
-    # The bound is tight: it is the evidence itself.
-    design = torch.cat([x, torch.ones(conjugate.N, 1).double()], 1)
-    marginal = torch.distributions.MultivariateNormal(
-        torch.zeros(conjugate.N).double(),
-        conjugate.NOISE**2 * torch.eye(conjugate.N).double()
-        + conjugate.PRIOR_STD**2 * design @ design.T,
-    )
-    with points:
-        elbo = conjugate.exact_elbo(bnn, points, x, y).item()
-    assert elbo == pytest.approx(marginal.log_prob(y.squeeze(-1)).item(), abs=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")

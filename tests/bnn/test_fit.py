@@ -9,7 +9,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
 
 import tyxe
@@ -122,17 +121,6 @@ def test_modes_come_back_whatever_the_end(modes, error):
     assert modes_of(bnn) == before
     assert seen[0] == before  # only what runs is in train mode
     assert bool(bnn.net[1].running_mean.any()) == (modes != "mixed")
-
-
-def test_validation_and_module_local_params_do_not_leak():
-    settings = pyro.settings.get()
-    with pyro.validation_enabled(False):
-        inside = pyro.settings.get()
-        make(guide=AutoDiagonalNormal).fit([(X, Y)], ADAM, 2)
-        assert pyro.settings.get() == inside
-    make(guide=AutoDiagonalNormal).fit([(X, Y)], ADAM, 2)
-    assert pyro.settings.get() == settings
-    assert len(pyro.get_param_store()) == 0
 
 
 class Terminal(io.StringIO):

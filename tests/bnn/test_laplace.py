@@ -145,7 +145,7 @@ def log_joint(weights):
     return nn.functional.logsigmoid(signs * outputs).sum(-1) - weights.square().sum(-1) / 2
 
 
-def grid(half_width=9.0, points=401):
+def grid(half_width=9.0, points=201):
     axis = torch.linspace(-half_width, half_width, points, dtype=torch.float64)
     return torch.cartesian_prod(axis, axis)
 

@@ -110,6 +110,10 @@ def from_gp(loader):
     return bnn.predict(X, predictive="gp")
 
 
+def diagnosed(bnn, loader):
+    return tyxe.diagnostics.diagnose(bnn, loader, loader, num_predictions=4)
+
+
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 SGHMC = functools.partial(tyxe.samplers.SGHMC, lr=1e-3)
 NUTS = tyxe.samplers.NUTS(max_tree_depth=2)
@@ -142,8 +146,7 @@ USES = {
     "gp": from_gp,
     "norms": lambda loader: predicted(variational(nn.BatchNorm1d(4)), loader),
     "diagnose": lambda loader: {
-        name: line.value
-        for name, line in tyxe.diagnostics.diagnose(variational(), loader, loader).items()
+        name: line.value for name, line in diagnosed(variational(), loader).items()
     },
     "scores": lambda loader: dict(tyxe.diagnostics.scores(variational(), loader)),
     "calibration": lambda loader: (
@@ -275,7 +278,7 @@ def test_what_reads_held_out_data_takes_arguments_in_a_list_as_loaders_collate_t
         make = tyxe.LaplaceBNN if use == "curvature" else mean_field
         bnn = make(of_two(), prior=NORMAL, likelihood=likelihood)
         if use == "diagnosis":
-            return tyxe.diagnostics.diagnose(bnn, held_out, held_out).summary
+            return diagnosed(bnn, held_out).summary
         return bnn.fit(held_out, ADAM, 2, validation=held_out).validation
 
     y = X.sum(1, keepdim=True)

@@ -103,32 +103,6 @@ def test_several_chains(context):
     torch.testing.assert_close(middle.flatten(), biases[:, 12].flatten())
 
 
-def test_chains_stay_apart_for_arviz():
-    arviz = pytest.importorskip("arviz", reason="needs the extra `mcmc`")
-    kernel = functools.partial(HMC, step_size=0.1, num_steps=8, adapt_step_size=False)
-    bnn = make(kernel, HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)))
-    # Halves of one as two chains are stored, without the processes of a parallel run.
-    bnn.fit([data()], 200, warmup_steps=30, disable_progbar=True)
-    bnn.samples.replace(
-        {name: value[0].unflatten(0, (2, 100)) for name, value in bnn.samples.items()}
-    )
-    inference = bnn.to_arviz()
-    assert dict(inference.posterior.sizes)["chain"] == 2
-    assert dict(inference.posterior.sizes)["draw"] == 100
-    summary = arviz.summary(inference)
-    assert len(summary) == 3
-    assert {"net.weight[0, 0]", "net.bias[0]", "likelihood.scale"} == set(summary.index)
-    assert bool((summary["ess_bulk"] > 1).all())
-    assert bool(((summary["r_hat"] > 0.9) & (summary["r_hat"] < 1.2)).all())
-    flat = bnn.get_samples()["net.weight"].flatten()
-    assert summary.loc["net.weight[0, 0]", "mean"] == pytest.approx(flat.mean().item(), abs=1e-3)
-    # What r-hat is for: chains at different places (by ranks it stays below 2 for two chains).
-    bnn.samples.replace(
-        {"net.bias": torch.randn(2, 100, 1) + torch.tensor([0.0, 9.0])[:, None, None]}
-    )
-    assert arviz.summary(bnn.to_arviz())["r_hat"].item() > 1.5
-
-
 def test_hidden_parameters_stay_and_batchnorm_is_out_of_it():
     net = two_layers(2, 3, 3, nn.BatchNorm1d(3), nn.Tanh())
     kernel = functools.partial(HMC, step_size=0.02, num_steps=2)

@@ -151,14 +151,6 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been():
     torch.testing.assert_close(fitted(None), fitted(75), rtol=0, atol=0)
 
 
-def test_resuming_with_another_loader_is_an_error():
-    bnn = make(SGLD(0.01))
-    with stopped(30):
-        bnn.fit(loader(), 20)
-    with pytest.raises(ValueError, match=r"resume=True goes on with the run .* other data"):
-        bnn.fit(loader(), 20, resume=True)
-
-
 def test_chains_meet_the_batches_in_orders_of_their_own_and_move_as_alone():
     net = nn.Linear(1, 1).double()
     found = []

@@ -62,24 +62,6 @@ def test_pyro_function_of_the_name_sets_rates():
         assert torch.equal(start[name], end[name]) == name.startswith("net."), name
 
 
-@pytest.mark.parametrize("library", ["pyro", "torch"])
-def test_schedulers_are_stepped_by_the_caller(library):
-    bnn, rates = make(), []
-    if library == "pyro":
-        options = {"optimizer": torch.optim.SGD, "optim_args": {"lr": 0.1}, "gamma": 0.5}
-        optim = scheduler = pyro.optim.ExponentialLR(options)
-    else:
-        optim = torch.optim.SGD(bnn.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, gamma=0.5)
-
-    def callback(bnn, epoch, loss):
-        rates.append(bnn.optimizer.param_groups[0]["lr"])
-        scheduler.step()
-
-    bnn.fit([(X, Y)], optim, 4, callback)
-    assert rates == pytest.approx([0.1, 0.05, 0.025, 0.0125])
-
-
 ADAMW = {"lr": 0.0, "weight_decay": 0.1}
 DECAYING = {
     "class": functools.partial(torch.optim.AdamW, **ADAMW),

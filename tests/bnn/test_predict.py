@@ -245,7 +245,8 @@ def test_samples_of_inferred_noise_are_of_the_posterior_s_draws(predictive: str)
     likelihood = HomoskedasticGaussian(10, scale=dist.LogNormal(1.0, 0.5))
     bnn = bnn_of(likelihood, likelihood_guide_builder=noise_guide)
     zero = torch.zeros(1, 2)
-    samples = bnn.sample_predictive(zero, num_samples=8_000, predictive=predictive)[:, 0, 0]
+    how = {"num_samples": 8_000, "predictive": predictive, "vectorize": predictive == "bnn"}
+    samples = bnn.sample_predictive(zero, **how)[:, 0, 0]
     scales = torch.exp(math.log(0.1) + 0.4 * torch.randn(200_000))
     expected = scales.square().mean().sqrt()
     assert samples.std() == pytest.approx(expected.item(), rel=0.05)
@@ -261,7 +262,7 @@ def noise_guide(program):
 @pytest.mark.parametrize("predictive", ["bnn", "glm"])
 def test_an_interval_has_the_normal_s_quantiles(predictive: str):
     bnn = bnn_of(HomoskedasticGaussian(10, scale=0.5))
-    how = {"num_samples": 12_000, "predictive": predictive}
+    how = {"num_samples": 12_000, "predictive": predictive, "vectorize": predictive == "bnn"}
     lower, upper = bnn.interval(X, level=0.8, **how)
     scale = (0.3**2 * X.square().sum(1, keepdim=True) + 0.25).sqrt()
     torch.testing.assert_close(upper, 1.2816 * scale, rtol=0.04, atol=0.01)

@@ -14,7 +14,6 @@ from torch import nn
 
 import tyxe
 from tests.oracles.bnns import NORMAL as PLAIN
-from tests.oracles.nets import ReadLast
 from tests.oracles.rejections import rejects
 from tests.oracles.states import (
     ADAM,
@@ -95,14 +94,6 @@ def test_two_bnns_of_one_net_never_meet():
     assert not pointers[0] & pointers[1]
     assert not pointers[0] & {p.data_ptr() for p in shared.parameters()}
     assert len(pyro.get_param_store()) == 0
-
-
-def test_recurrent_nets_copy_after_training():
-    likelihood = HomoskedasticGaussian(N, scale=0.5)
-    bnn = tyxe.VariationalBNN(ReadLast(nn.LSTM, 1, 3, 1), PLAIN, likelihood, AutoNormal)
-    bnn.fit([data()], ADAM, 2)
-    for twin in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
-        assert_same_predictions(bnn, twin)
 
 
 def test_a_prior_that_became_a_posterior_loads_into_a_fresh_object():

@@ -228,6 +228,7 @@ def test_predictions_inside_a_fit_are_those_of_the_weights():
 
     def callback(bnn, epoch, loss):
         found.append(bnn.predict(data()[0], num_predictions=2, aggregate=False))
+        assert len(bnn.predict(data()[0], aggregate=False)) == 1  # where nothing has a spread
         return epoch == 2
 
     bnn = make()

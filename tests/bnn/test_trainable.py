@@ -159,13 +159,6 @@ def test_frozen_parts_keep_their_mode():
         assert not any(part.training for part in module.modules())
 
 
-def test_states_are_those_of_the_bnn():
-    one, two = tyxe.Trainable(variational()), tyxe.Trainable(variational())
-    by_hand(one, [(X, Y)])
-    two.load_state_dict(one.state_dict())
-    assert torch.equal(one.bnn.predict(X, num_predictions=0), two.bnn.predict(X, num_predictions=0))
-
-
 def test_what_is_not_fitted_in_steps():
     layer = tyxe.PytorchBNN(nn.Linear(3, 2), NORMAL, tyxe.guides.AutoNormal)
     mcmc = tyxe.MCMC_BNN(nn.Linear(3, 2), NORMAL, Categorical(20), tyxe.samplers.NUTS)

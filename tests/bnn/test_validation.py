@@ -124,25 +124,6 @@ def test_held_out_batches_are_unpacked_and_weighted_as_the_others():
     assert history[0] == pytest.approx(history[1], rel=1e-5)
 
 
-def test_a_callback_sees_each_batch():
-    class Watch(tyxe.Callback):
-        def __init__(self):
-            self.seen, self.epochs = [], []
-
-        def on_batch(self, bnn, epoch, batch, terms):
-            self.seen.append((epoch, batch, terms.points, float(terms.kl) > 0))
-
-        def __call__(self, bnn, epoch, loss):
-            self.epochs.append(epoch)
-            return epoch == 1
-
-    watch = Watch()
-    loader = [(X[:30], Y[:30]), (X[30:], Y[30:])]
-    make().fit(loader, torch.optim.Adam, 5, callback=watch)
-    assert watch.seen == [(0, 0, 30, True), (0, 1, 10, True), (1, 0, 30, True), (1, 1, 10, True)]
-    assert watch.epochs == [0, 1]
-
-
 def test_bad_arguments():
     with pytest.raises(ValueError, match="patience is for the log-likelihood of held-out data"):
         fit(make(), 2, patience=3)

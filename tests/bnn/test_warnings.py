@@ -138,17 +138,6 @@ class Embedded(nn.Module):
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
-def test_a_weight_that_misses_its_handler_is_named(handler):
-    bnn = tyxe.VariationalBNN(Embedded(), NORMAL, Categorical(6), AutoNormal)
-    predict = functools.partial(bnn.predict, torch.arange(6) % 3, num_predictions=3)
-    (caught,) = messages(predict, handler=handler)
-    text = str(caught.message)
-    assert "net.embedding.weight (used by embedding)" in text
-    assert "net.head.weight" not in text
-    assert "report()" in text
-
-
-@pytest.mark.parametrize("handler", HANDLERS)
 def test_linear_maps_alone_are_silent(handler):
     bnn = make()
     calls = lambda: bnn.fit([data()], ADAM, 60), lambda: bnn.predict(data()[0], num_predictions=3)
@@ -163,18 +152,6 @@ def test_an_error_on_its_way_is_not_buried_under_warnings():
             bnn.evaluate(torch.arange(6) % 3, torch.zeros(5).long())
 
     assert messages(call) == []
-
-
-MASKS = functools.partial(tyxe.poutine.selective_mask, mask=torch.ones(50).bool())
-SCALES = functools.partial(tyxe.poutine.selective_scale, scale=0.5)
-
-
-@pytest.mark.parametrize(("handler", "name"), [(SCALES, "0.wieght"), (MASKS, "likelihod.data")])
-def test_a_name_that_meets_no_site(handler, name):
-    bnn = make()
-    fit = functools.partial(bnn.fit, [data()], ADAM, 2, beta=0.01)
-    (caught,) = messages(fit, handler=lambda: handler(expose=[name]))
-    assert "no site of that name" in str(caught.message)
 
 
 # --------------------------------------------------------------------------- size of the data

@@ -42,7 +42,7 @@ def value(bnn):
 
 def by_fit(bnn, data, **options):
     torch.manual_seed(1)
-    bnn.fit(data, SGD, 15, **options)
+    bnn.fit(data, SGD, 6, **options)
     return value(bnn)
 
 
@@ -50,7 +50,7 @@ def by_ivon(bnn, data):
     torch.manual_seed(1)
     start = functools.partial(tyxe.guides.AutoNormal, init_scale=0.01)
     bnn = of_mean(tyxe.priors.IIDPrior(dist.Normal(0, 100.0)), start)
-    bnn.fit(data, functools.partial(tyxe.optim.IVON, lr=0.02, betas=(0.9, 0.99)), 15)
+    bnn.fit(data, functools.partial(tyxe.optim.IVON, lr=0.02, betas=(0.9, 0.99)), 6)
     return bnn.predict(torch.ones(1, 1), num_predictions=0)[0].item()
 
 
@@ -58,7 +58,7 @@ def by_loop(bnn, data):
     torch.manual_seed(1)
     module = tyxe.Trainable(bnn)
     optimizer = SGD(module.parameters())
-    for _ in range(15):
+    for _ in range(6):
         for batch in data:
             optimizer.zero_grad()
             module(batch).backward()
@@ -161,7 +161,7 @@ def test_points_of_weight_zero_and_batches_without_weights_count_as_they_are(wei
     bnn = tyxe.VariationalBNN(nn.Linear(1, 1, bias=False), NORMAL, likelihood, AutoDelta)
     steps = 2 if weighted == "missing steps" else 1
     optim = functools.partial(torch.optim.SGD, lr=0.01)
-    bnn.fit(data, optim, 300 * steps, accumulate_steps=steps)
+    bnn.fit(data, optim, 80 * steps, accumulate_steps=steps)
     assert value(bnn) == pytest.approx(expected, abs=0.02)
 
 

@@ -129,13 +129,6 @@ def variational(index=0, guide=tyxe.guides.AutoNormal):
     return tyxe.VariationalBNN(nn.Linear(2, 3), NORMAL, tyxe.likelihoods.Categorical(12), guide)
 
 
-def test_one_draw_is_one_draw():
-    bnn = variational()
-    one = seeded(bnn.predict, X, num_predictions=1, aggregate=False)
-    first = seeded(bnn.predict, X, aggregate=False)[:1]
-    torch.testing.assert_close(one, first)
-
-
 def test_an_ensemble_of_plain_nets_has_its_members_once():
     ensemble = tyxe.EnsembleBNN(functools.partial(variational, guide=AutoDelta), 5)
     assert len(ensemble.predict(X, aggregate=False)) == 5
@@ -163,19 +156,6 @@ def test_a_noise_with_a_spread_counts():
     assert_is_default(bnn.predict, X, num_predictions=32)
     bnn = tyxe.VariationalBNN(*parts, AutoDelta)
     assert len(bnn.predict(X, aggregate=False)) == 1
-
-
-def test_a_swag_that_moves_has_one_draw():
-    seen = []
-    swag = tyxe.SWAG_BNN(nn.Linear(2, 3), NORMAL, tyxe.likelihoods.Categorical(12), rank=2)
-
-    def look(bnn, epoch, loss):
-        seen.append(len(bnn.predict(X, aggregate=False)))
-
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    swag.fit([(X, Y)], sgd, 4, look, start=0.0)
-    assert seen == [1] * 4
-    assert len(swag.predict(X, aggregate=False)) == 32
 
 
 @pytest.mark.parametrize(("guide", "count"), [(tyxe.guides.AutoNormal, 32), (AutoDelta, 1)])

@@ -8,7 +8,6 @@ from pyro.poutine.messenger import Messenger
 from torch import nn
 
 import tyxe
-from tests.oracles.fits import minimise
 from tyxe.bnn import elbo_terms
 from tyxe.distributions import Gaussian
 from tyxe.likelihoods import HomoskedasticGaussian
@@ -73,20 +72,9 @@ class SigmaPoints(Messenger):
 
 
 MEAN_FIELD_SITES = {"net.weight": D, "net.bias": 1}
-JOINT_SITE = {"joint(net.weight, net.bias)": D + 1}
 
 
 def exact_elbo(bnn, points, x, y, **options):
     """The ELBO without Monte Carlo error, and its gradient."""
     terms = [elbo_terms(bnn.model, bnn.guide, x, y, **options) for _ in range(2 * points.total)]
     return sum(t.data - t.kl for t in terms) / len(terms)
-
-
-def maximise(bnn, points, x, y):
-    with points:
-        minimise(
-            bnn.parameters(),
-            lambda: -exact_elbo(bnn, points, x, y),
-            max_iter=500,
-            tolerance_grad=1e-12,
-        )
