@@ -1,5 +1,6 @@
-"""Threads: the numbers of one thread, and handlers that act where they were entered."""
+"""Threads and tasks: the numbers of one thread, handlers that act where they were entered."""
 
+import asyncio
 import copy
 import os
 import pickle
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 
 import pyro
@@ -20,7 +22,7 @@ from tests.oracles import bnns
 from tests.oracles.bnns import ADAM, HIDE_NORMS, mean_field, two_layers
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical
-from tyxe.threads import exclusive, module_local_params, unvalidated
+from tyxe.threads import exclusive, handlers, module_local_params, unvalidated
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 X, Y = torch.randn(30, 4), torch.randint(3, (30,))
@@ -137,6 +139,29 @@ def test_a_handler_acts_in_its_own_thread():
         leave.set()
         assert theirs.result() == []
     assert len(list(mine))
+
+
+def test_a_handler_belongs_to_its_task():
+    """Held over an `await`, it acts in no other task, and tasks may leave in any order."""
+    bnn, depths = variational().eval(), []
+
+    async def used(handler: Callable[[], object], before: float, after: float) -> set[object]:
+        with handler():
+            await asyncio.sleep(before)
+            with tyxe.poutine.report() as report:
+                bnn.predict(X)
+            await asyncio.sleep(after)
+        return {row.treatment for row in report}
+
+    async def every() -> list[set[object]]:
+        local = used(tyxe.poutine.local_reparameterization, 0.02, 0.02)
+        flipped = used(tyxe.poutine.flipout, 0.01, 0.01)
+        found = await asyncio.gather(local, flipped, used(nullcontext, 0.015, 0.0))
+        depths.append(len(handlers()))
+        return found
+
+    assert asyncio.run(every()) == [{"moments"}, {"flipped"}, {"drawn"}]
+    assert depths == [0]
 
 
 USES = {
@@ -342,6 +367,28 @@ def test_a_sample_is_held_for_its_own_thread():
         held = bnn(X)
         assert not torch.equal(pool.submit(bnn, X).result(), held)
         assert torch.equal(bnn(X), held)
+
+
+def test_a_sample_is_held_for_its_own_task():
+    bnn = pytorch()
+
+    async def holding(entered: asyncio.Event, done: asyncio.Event) -> bool:
+        with bnn.hold_sample():
+            first = bnn(X)
+            entered.set()
+            await done.wait()
+            return torch.equal(bnn(X), first)
+
+    async def beside() -> tuple[bool, bool]:
+        entered, done = asyncio.Event(), asyncio.Event()
+        holder = asyncio.create_task(holding(entered, done))
+        await entered.wait()
+        fresh = not torch.equal(bnn(X), bnn(X))
+        done.set()
+        return await holder, fresh
+
+    assert asyncio.run(beside()) == (True, True)
+    assert not bnn._held
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
