@@ -24,7 +24,7 @@ import tyxe
 from docs.floors import PICTURE, Import, package_of, picture, read_imports
 
 # What all others may import.
-COMMON = "threads processes autocast data files program rng stacked_training util check errors"
+COMMON = "threads processes autocast data files program rng util check errors"
 LEVELS = (
     ("linalg", "distributions", *COMMON.split()),
     ("poutine", "priors", "likelihoods", "guides", "samplers"),

@@ -34,7 +34,7 @@ from tyxe.optim.groups import make_optimizer, pyro_clipping
 from tyxe.processes import all_or_none, shared
 from tyxe.program import Program
 from tyxe.rng import RandomStream, torch_rng_kept
-from tyxe.stacked_training import EarlyStopping, train_stacked
+from tyxe.samplers.warm_start import EarlyStopping, train_stacked
 from tyxe.threads import exclusive, unvalidated
 from tyxe.util import kind_of_batch, on_error
 

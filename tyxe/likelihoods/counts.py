@@ -14,7 +14,7 @@ from tyxe import check
 from tyxe.likelihoods.base import Latents, Likelihood
 from tyxe.likelihoods.checks import log_mean_exp, stacked
 from tyxe.likelihoods.discrete import LogitCategorical
-from tyxe.likelihoods.own_parameter import OwnParameter
+from tyxe.likelihoods.gaussian import OwnParameter
 from tyxe.util import at_least_float32
 
 
