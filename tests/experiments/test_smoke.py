@@ -45,7 +45,6 @@ LINKS = ["mc, 50 samples", "mc, 2 samples", "probit", "bridge", "the mode"]
 INDUCING = ["deterministic", "FFG-W, 10 % kept", "FFG-U, 25 % kept", "ensemble-U"]
 ONLINE = "--tasks 4 --strengths 3 --decay 0.5 --methods"
 SPLIT = runner.SETTINGS["split_mnist"]["methods"]["choices"]
-UNFAMILIAR = ["ML", "MC dropout", "last layer"]
 # Commands with their options, how many cells there are, and the rows of the table.
 CASES = [
     ("agreement --data yacht", len(agreement.ROWS), agreement.ROWS),
@@ -83,7 +82,6 @@ CASES = [
     ("transformer", 1, ["ML", "MAP", *PARTS]),
     ("two_clusters regression", 1, FIELDS),
     (f"uci --data digits --columns {shlex.join(uci.COLUMNS)}", len(uci.COLUMNS), ["digits"]),
-    ("unfamiliar --data digits --methods ML 'MC dropout' 'last layer'", 3, UNFAMILIAR),
     ("two_clusters variational_laplace", 1, BETAS),
 ]
 
