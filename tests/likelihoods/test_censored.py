@@ -88,6 +88,14 @@ def test_an_interval_has_the_integral_of_the_density(base, oracle):
         assert found == pytest.approx(expected, rel=1e-7, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["LogNormal", "Exponential"])
+@pytest.mark.parametrize("pair", [(-INF, -1.0), (-2.0, -1.0), (-1.0, -1.0), (INF, INF)])
+def test_intervals_outside_of_the_support_have_no_probability(name, pair):
+    likelihood = Censored(BASES[name][0](2))
+    found = likelihood.log_likelihood(torch.zeros(2), torch.tensor([pair, (-1.0, INF)]))
+    assert found.tolist() == [-INF, 0.0]
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_gradients_of_all_kinds_of_targets_are_those_of_differences(name):
     f, pairs = every_pair()

@@ -261,6 +261,8 @@ class _Pairs(dist.TorchDistribution):
         found = found.where(has_upper, low_above).where(has_lower, high_below)
         found = found.where(has_lower | has_upper, torch.zeros_like(found))
         is_wrong = (lower > upper) | ((lower == upper) & ~has_lower)
+        # Beyond what the support holds, an end excludes all numbers.
+        is_wrong |= (~has_upper & (upper < center)) | (~has_lower & (lower > center))
         return found.masked_fill(is_wrong, -math.inf)
 
 
