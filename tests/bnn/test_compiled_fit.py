@@ -86,15 +86,6 @@ def test_a_seed_gives_the_same_numbers(make, options, traced):
     assert len(traced) == 1
 
 
-def test_weights_and_the_last_batch(traced):
-    """Each shape is a program; the number of points that count is not one of its constants."""
-    weights = (torch.arange(24) % 3 > 0).float()
-    data = [(X[:10], Y[:10], weights[:10]), (X[10:20], Y[10:20], weights[10:20])]
-    data.append((X[20:], Y[20:], weights[20:]))
-    assert_same(functools.partial(NORMALS, 16), data)
-    assert len(traced) == 2
-
-
 def test_further_shapes_run_uncompiled(traced, monkeypatch):
     monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
     data = list(zip(X.split([4, 5, 6, 9]), Y.split([4, 5, 6, 9]), strict=True))
