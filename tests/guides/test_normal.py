@@ -2,6 +2,7 @@
 
 import math
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.distributions as td
 import torch.nn as nn
 from scipy import integrate
 
+import tyxe
 from tests.oracles.programs import program
+from tyxe.bnn import elbo_terms
 from tyxe.guides import AutoNormal, AutoRadial, init_to_constant, scale_below_prior
 from tyxe.guides.normal import capped_log
 
@@ -90,6 +93,25 @@ def test_constrained_posteriors_are_densities(guide, prior):
     upper = 1.0 if isinstance(prior, td.Beta) else math.inf
     mass, _ = integrate.quad(density, 0.0, upper, limit=200)
     assert mass == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, pyro.infer.autoguide.AutoNormal])
+@pytest.mark.parametrize("prior", [dist.LogNormal(0.0, 1.0), dist.Gamma(2.0, 1.0)])
+def test_a_positive_posterior_becomes_a_prior(guide, prior):
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=prior)
+    net, of_weights = nn.Linear(3, 2), tyxe.priors.IIDPrior(prior)
+    bnn = tyxe.VariationalBNN(net, of_weights, likelihood, guide, AutoNormal)
+    bnn.update_prior(tyxe.priors.DictPrior(bnn.net_guide.get_detached_distributions()))
+    noise = bnn.likelihood_guide.get_detached_distributions()["scale"]
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=noise)
+    new = tyxe.VariationalBNN(net, bnn.prior, likelihood, AutoNormal, AutoNormal)
+    x = torch.ones(4, 3)
+    for each in (bnn, new):
+        values = each.guide()
+        assert min(value.min() for value in values.values()) > 0
+        assert bool(elbo_terms(each.model, each.guide, x, torch.zeros(4, 2)).kl.isfinite())
+    kl = elbo_terms(bnn.net_prior, bnn.net_guide).kl  # of the posterior from itself
+    torch.testing.assert_close(kl, torch.zeros(()), atol=1e-5, rtol=0.0)
 
 
 def test_constrained_sites_over_several_weights_have_the_jacobian_once_each():

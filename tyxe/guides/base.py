@@ -23,6 +23,7 @@ from tyxe.distributions import (
     JointDistribution,
     JointMarginal,
     ParamBlocks,
+    as_gaussian,
     center,
     independent_moments,
 )
@@ -31,7 +32,14 @@ from tyxe.files import as_bytes, of_bytes
 from tyxe.linalg import Diagonal, Inverse, Operator
 from tyxe.linalg.functions import permuted
 from tyxe.threads import only_handlers
-from tyxe.util import at_least_float32, is_discrete, is_real, resolve_site_name
+from tyxe.util import (
+    at_least_float32,
+    elementwise,
+    is_discrete,
+    is_real,
+    resolve_site_name,
+    without_events,
+)
 
 
 @dataclass(frozen=True)
@@ -299,10 +307,25 @@ def detached_together(posterior: Mapping[str, td.Distribution]) -> dict[str, td.
 
 
 def _median(q: td.Distribution) -> Tensor:
-    if isinstance(q, td.TransformedDistribution):
-        return td.ComposeTransform(q.transforms)(_median(q.base_dist))
+    inner = without_events(q)
+    if isinstance(inner, td.TransformedDistribution):
+        return td.ComposeTransform(inner.transforms)(_median(inner.base_dist))
     # Of two values it is the more probable one.
     return q.mode if is_discrete(q.support) else q.mean
+
+
+def on_support(base: td.Distribution, support: constraints.Constraint) -> td.Distribution:
+    """Return the distribution of a real variable that is mapped onto a support.
+
+    On the positive numbers that of a Normal is log-normal, which has moments, and is known to be
+    positive: PyTorch's map onto these ends in a shift by 0, whose results may be any number.
+    """
+    normal, own = as_gaussian(base), elementwise(support)
+    is_positive = getattr(own, "lower_bound", None) == 0 and not hasattr(own, "upper_bound")
+    if normal is None or not is_positive:
+        return dist.TransformedDistribution(base, [td.biject_to(support)])
+    found = dist.LogNormal(normal.loc, normal.scale, validate_args=False)
+    return found.to_event(len(base.event_shape))
 
 
 def start_of(argument: str, start: Callable[[Any], Tensor], site: Site, message: Any) -> Tensor:

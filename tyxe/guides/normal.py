@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from tyxe import check
 from tyxe.distributions import FactorizedNormal, Gaussian, ParamBlocks, PrunedNormal, known_entropy
 from tyxe.distributions.joint import OneEvent
-from tyxe.guides.base import Guide, Site, check_real, start_of
+from tyxe.guides.base import Guide, Site, check_real, on_support, start_of
 from tyxe.guides.init import init_to_net, layerwise_std, scale_below_net
 from tyxe.linalg import Inverse, LowRank
 from tyxe.util import SiteTensors, at_least_float32, elementwise, resolve_site_name, with_float32
@@ -115,7 +115,7 @@ class MeanField(Guide):
             return PrunedNormal(base, self.kept[site.own_name])
         if site.is_real:
             return base
-        return dist.TransformedDistribution(base, [td.biject_to(site.support)])
+        return on_support(base, site.support)
 
     @abstractmethod
     def base_distribution(self, loc: Tensor, log_scale: Tensor) -> td.Distribution:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from tyxe import check
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.normal import Point
-from tyxe.guides.base import AnyGuide, Guide, sites_of
+from tyxe.guides.base import AnyGuide, Guide, on_support, sites_of
 from tyxe.guides.init import init_to_net
 from tyxe.linalg import Cholesky, Inverse, LowRank, Operator
 from tyxe.rng import torch_rng_kept
@@ -264,8 +264,7 @@ class PyroGuide(AnyGuide):
             elif site.is_real:
                 found[site.name] = base["fn"]
             else:
-                transforms = [td.biject_to(site.support)]
-                found[site.name] = dist.TransformedDistribution(base["fn"], transforms)
+                found[site.name] = on_support(base["fn"], site.support)
         return found
 
 
