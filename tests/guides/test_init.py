@@ -142,14 +142,18 @@ def test_guides_start_at_the_net(builder):
         torch.testing.assert_close(guide.median()[f"net.{name}"], value.detach())
 
 
-def test_what_the_net_has_no_allowed_value_for_starts_at_the_median():
-    net = nn.Linear(3, 2, bias=False)
+@pytest.mark.parametrize("builder", [guides.AutoNormal, autoguide.AutoNormal])
+def test_what_the_net_has_no_allowed_value_for_starts_at_the_median(builder):
+    net = nn.Linear(3, 3, bias=False)
     with torch.no_grad():
-        net.weight[0].fill_(0.3)
-        net.weight[1].fill_(-0.3)
-    guide = guides.AutoNormal(program(net, dist.HalfCauchy(1.0)))
-    expected = torch.tensor([[0.3], [1.0]]).expand(2, 3)
+        for row, value in zip(net.weight, [0.3, -0.3, 0.0], strict=True):  # 0 is the bound
+            row.fill_(value)
+    guide = guides.PyroGuide.build(builder, program(net, dist.HalfCauchy(1.0)))
+    expected = torch.tensor([[0.3], [1.0], [1.0]]).expand(3, 3)
     torch.testing.assert_close(guide.median()["net.weight"], expected)
+
+
+def test_a_site_outside_of_the_net_starts_at_the_median():
     precision = guides.AutoNormal(lambda: pyro.sample("precision", dist.LogNormal(0.7, 1.0)))
     assert precision.median()["precision"].item() == pytest.approx(math.exp(0.7))
     assert precision.get_scale("precision").item() == pytest.approx(0.1)

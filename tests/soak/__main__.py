@@ -18,17 +18,32 @@ import pyro
 import torch
 
 import tyxe
-from tests.soak import alarms, corruption, fuzz, kill, test_weights, threads
+from tests.soak import (
+    alarms,
+    arguments,
+    corruption,
+    fuzz,
+    kill,
+    tasks,
+    test_modes,
+    test_weights,
+    tests,
+    threads,
+)
 from tests.soak.subjects import prepare
 
 # Each with the count of the full run.
 SUITES = {
     "fuzz": (fuzz.run, 2000),
+    "arguments": (arguments.run, 10_000),
     "threads": (threads.run, 100),
     "alarms": (alarms.run, 3000),
     "kill": (kill.run, 200),
     "corruption": (corruption.run, 200),
+    "tasks": (tasks.run, 30),
+    "modes": (tests.modes, len(test_modes.CASES)),
     "weights": (test_weights.run, 1000),
+    "processes": (tests.processes, len(tests.OF_PROCESSES)),
 }
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "reliability.json"

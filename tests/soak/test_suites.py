@@ -1,6 +1,7 @@
-"""A slice of the suites of threads, damage and alarms, and that each finds faults."""
+"""A slice of the suites of arguments, threads, tasks, damage and alarms, and what each finds."""
 
 import io
+from contextlib import nullcontext
 
 import pyro
 import pytest
@@ -9,10 +10,29 @@ from torch._functorch.vmap import vmap_increment_nesting
 from torch.autograd import forward_ad
 
 import tyxe
-from tests.soak import alarms, corruption, threads
+from tests.soak import alarms, corruption, tasks, threads
+from tests.soak.arguments import BAD, Call, attempt, is_obscure
 from tests.soak.corruption import SEAL
+from tyxe.metrics import nll
 from tyxe.poutine import flipout
 from tyxe.threads import exclusive
+
+
+def test_a_call_is_made_again_with_each_bad_value():
+    given = {"probs": torch.tensor([[0.5, 0.5]]), "targets": torch.tensor([0])}
+    call = Call("nll", nll, given, {})
+    assert float(call.again("targets", torch.tensor([1]))) == pytest.approx(0.6931, abs=1e-3)
+    assert {attempt(call, "targets", bad)[0] for bad in BAD} <= {"clear", "obscure"}
+    assert attempt(call, "targets", "another shape")[0] == "clear"
+    with pytest.raises(TypeError) as found:
+        torch.nn.functional.linear("a", "b")
+    assert is_obscure(found.value, "x")
+
+
+def test_tasks_get_what_is_their_own(monkeypatch):
+    assert tasks.run(2, seed=0) == {"seed": 0, "tasks": 32, "looks": 96, "faults": 0, "found": []}
+    monkeypatch.setattr(tyxe.PytorchBNN, "hold_sample", nullcontext)
+    assert "a held draw: draws differ" in tasks.run(1, seed=0)["found"]
 
 
 def test_sixteen_threads_get_the_numbers_of_one():

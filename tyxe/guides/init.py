@@ -83,7 +83,7 @@ def init_to_net(site: Message | None = None) -> Any:
     """Start at the net's original values: the default of guides.
 
     Sites outside the net, such as the scale of a noise, start at the prior's median. So do values
-    outside the prior's support.
+    outside the prior's support, or at its bound, where no guide can start.
 
     Raises:
         ValueError: a value of the net is not finite.
@@ -102,7 +102,10 @@ def init_to_net(site: Message | None = None) -> Any:
     own = own.detach()
     expected = "finite numbers: fix the net, or pass init_loc_fn=tyxe.guides.init_to_median"
     check.numbers(f"the net's {site.get('name')}", own, expected)
-    allowed = elementwise(site["fn"].support).check(own)
+    support = elementwise(site["fn"].support)
+    allowed = support.check(own)
+    if not (support.is_discrete or support.event_dim):
+        allowed = allowed & td.biject_to(support).inv(own).isfinite()
     if bool(allowed.all()):
         return own.clone()
     return torch.where(allowed, own, init_to_median(site).to(own))
