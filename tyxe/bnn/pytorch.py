@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.poutine as poutine
 import torch
@@ -24,8 +24,18 @@ from tyxe.poutine import Draw
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
+from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import as_before, exclusive, in_backward, in_engine, unvalidated
 from tyxe.util import outside_inference
+
+
+class _Held(NamedTuple):
+    """A draw that several forwards use, and the state of the generators before it."""
+
+    values: dict[str, Tensor]
+    has_gradients: bool
+    rng: list[Tensor]
+
 
 # The entries of `hold_sample` that this task or thread is inside of, by number.
 _INSIDE: ContextVar[tuple[int, ...]] = ContextVar("_INSIDE", default=())
@@ -88,7 +98,7 @@ class PytorchBNN(BNN):
         self.closed_form_kl = closed_form_kl
         self._kl, self._latest_kl = _OfThread(), torch.zeros((), device="cpu")
         # By entries of `hold_sample`.
-        self._held: dict[int, dict[str, Tensor] | None] = {}
+        self._held: dict[int, _Held | None] = {}
         self._checked = False
 
     @property
@@ -109,10 +119,18 @@ class PytorchBNN(BNN):
         holders = [*self._held] if in_engine() else self._holders()
         holder = holders[-1] if holders else None
         held = None if holder is None else self._held[holder]
-        if held is not None:
-            return held
-        self._check_is_forward()
-        return self._new_terms().values if holder is None else self._hold(holder)
+        if held is not None and (held.has_gradients or not torch.is_grad_enabled()):
+            return held.values
+        if held is None:
+            self._check_is_forward()
+        if holder is None:
+            return self._new_terms().values
+        if held is None:
+            return self._hold(holder, torch_rng())
+        # The first forward recorded no gradients: make the same draw again.
+        with torch_rng_kept():
+            set_torch_rng(held.rng)
+            return self._hold(holder, held.rng)
 
     def _check_is_forward(self) -> None:
         """Raise if the BNN is run again in a backward, where it would draw other weights."""
@@ -129,14 +147,12 @@ class PytorchBNN(BNN):
         """Return the entries of this BNN's `hold_sample` that this task or thread is inside of."""
         return [number for number in _INSIDE.get() if number in self._held]
 
-    # A later forward may need gradients, where the first one does not.
-    @outside_inference(gradients=True)
-    def _hold(self, holder: int) -> dict[str, Tensor]:
+    def _hold(self, holder: int, rng: list[Tensor]) -> dict[str, Tensor]:
         values = self._new_terms().values
         # The values of lazy draws, which would take new noise in each forward.
         held = {n: v.value() if isinstance(v, Draw) else v for n, v in values.items()}
         check_gradients(values)
-        self._held[holder] = held
+        self._held[holder] = _Held(held, torch.is_grad_enabled(), rng)
         return held
 
     def _new_terms(self) -> ElboTerms:
