@@ -113,6 +113,15 @@ def test_draws_of_mean_fields_differ_between_members_and_steps():
     assert all(b.loss[-1] < a.loss[0] for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:no point of an epoch counts")
+def test_histories_of_an_epoch_without_points_are_those_of_the_loop():
+    likelihood, missing = HomoskedasticGaussian(N, scale=1.0), [(X, torch.nan * X[:, [0, 0, 0]])]
+    for vectorize in (False, True):
+        ensemble = ensemble_of(plain, net, likelihood)
+        histories = ensemble.fit(missing, torch.optim.Adam, 1, vectorize=vectorize)
+        assert [history.loss for history in histories] == [[0.0]] * 3
+
+
 def test_members_have_priors_and_held_out_data_of_their_own():
     """They stop each at its own time, and go back each to its own best epoch."""
     held_out = [(torch.randn(40, 2).double(), torch.randint(3, (40,)))]

@@ -49,6 +49,14 @@ def test_pruned_maps_stay_pruned():
         tyxe.guides.prune_inducing_(guide, keep=0.3)
 
 
+def test_a_guide_of_biases_has_nothing_to_prune():
+    biases = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), expose_all=False, expose=["bias"])
+    net, likelihood = nn.Linear(2, 1), tyxe.likelihoods.HomoskedasticGaussian(4, scale=1.0)
+    guide = tyxe.VariationalBNN(net, biases, likelihood, tyxe.guides.AutoNormal).net_guide
+    with pytest.raises(ValueError, match="no weights of two dimensions or more"):
+        tyxe.guides.prune_(guide, keep=0.5)
+
+
 def test_a_sampled_kl_leaves_out_what_is_pruned():
     torch.manual_seed(0)
     x, y, num_draws = torch.randn(5, 4), torch.randn(5, 3), 400

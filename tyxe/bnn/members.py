@@ -156,7 +156,8 @@ class _Sums:
 
     def take(self) -> list[list[float]]:
         """Return data term and KL of each member, averaged, and start anew."""
-        found: list[list[float]] = (self._terms / self.points.to(self._terms)).T.tolist()
+        points = self.points.where(self.points > 0, 1.0)  # without any, the sums are 0
+        found: list[list[float]] = (self._terms / points.to(self._terms)).T.tolist()
         self._terms, self.points = self._terms * 0, self.points * 0
         return found
 
