@@ -152,3 +152,21 @@ def test_half_precision_and_gradients():
     mean.requires_grad_()
     log_likelihood(mean, covariance, torch.randn(3, 2)).sum().backward()
     assert bool(mean.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(("sd", "tie"), [(0.3, 0.999), (1.0, 1.0), (6.0, 0.0), (6.0, 0.95)])
+def test_the_density_of_one_number_is_its_integral(sd, tie):
+    """Of a mean that is tied to the scale, it is narrow; and far from normal for a wide scale."""
+    y = torch.tensor([[0.0], [0.3], [2.0], [10.0]]).double()
+    mean = torch.tensor([0.0, -4.0]).double().expand(4, 2)
+    both = torch.tensor([[1.0, tie * sd], [tie * sd, sd**2]]).double().expand(4, 2, 2)
+    z = torch.linspace(-20, 20, 400_001, dtype=torch.float64)
+    variance = 1 - tie**2 + softplus(-4.0 + sd * z).square()
+    squares = (y - tie * z).square() / variance + variance.log() + z.square()
+    expected = (-0.5 * squares).logsumexp(1) + math.log(float(z[1] - z[0]) / (2 * math.pi))
+    likelihood = tyxe.likelihoods.HeteroskedasticGaussian(4)
+    options, given = LinkOptions("mc", 100, {}), tyxe.data.Targets.of(y)
+    found = gaussian_scores(likelihood, mean, both, given, options).log_likelihood
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    law = gaussian_distribution(likelihood, GaussianOutputs(mean, both, options))
+    torch.testing.assert_close(law.log_prob(y.expand(3, 4, 1)), found.expand(3, 4))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, singledispatch
 from typing import Any
 
@@ -35,6 +36,7 @@ from tyxe.predictive.gaussian import (
     GaussianOutputs,
     gaussian_parts,
     gaussian_prediction,
+    log_mean_over_normal,
     predict_from_gaussian,
 )
 from tyxe.predictive.links import square_root
@@ -271,7 +273,8 @@ NUM_NODES = 64
 
 # --- outputs that are means and scales of noise ---------------------------------------------------
 # Given the outputs for scales, the targets of a point are Gaussian. What is left is an expectation
-# over these outputs, at nodes that are the same for all points: Gauss-Hermite for one number.
+# over these outputs, at nodes that are the same for all points: Gauss-Hermite for one number, whose
+# density has a finer grid.
 
 
 def _nodes(size: int, count: int) -> tuple[Tensor, Tensor]:
@@ -289,6 +292,16 @@ def _nodes(size: int, count: int) -> tuple[Tensor, Tensor]:
     return torch.linalg.qr(normal).Q * (2 * half) ** 0.5, weights
 
 
+def _tied(outputs: GaussianOutputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `S`, `R` and `Cov(f) - S S^T` of `_given_scales`, in double precision."""
+    covariance, size = precise(outputs.covariance), outputs.mean.shape[-1] // 2
+    root = square_root(covariance[..., size:, size:])
+    # Directions whose variance is the covariance's rounding are left out.
+    rounding = torch.finfo(outputs.covariance.dtype).eps ** 0.5
+    slope = covariance[..., :size, size:] @ torch.linalg.pinv(root, rtol=rounding).mT
+    return slope, root, covariance[..., :size, :size] - slope @ slope.mT
+
+
 def _given_scales(
     likelihood: HeteroskedasticGaussian, outputs: GaussianOutputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -298,18 +311,47 @@ def _given_scales(
     means `Cov(f) - S S^T`, the scale of the noise and the weight of the node.
     """
     mean, size = at_least_float32(outputs.mean), outputs.mean.shape[-1] // 2
-    covariance = precise(outputs.covariance)
-    nodes, weights = (each.to(covariance) for each in _nodes(size, outputs.options.num_samples))
-    root = square_root(covariance[..., size:, size:])
-    # Directions whose variance is the covariance's rounding are left out.
-    rounding = torch.finfo(outputs.covariance.dtype).eps ** 0.5
-    slope = covariance[..., :size, size:] @ torch.linalg.pinv(root, rtol=rounding).mT
-    left = covariance[..., :size, :size] - slope @ slope.mT
+    slope, root, left = _tied(outputs)
+    nodes, weights = (each.to(root) for each in _nodes(size, outputs.options.num_samples))
     if not outputs.options.num_samples:
         left = torch.zeros_like(left)
     moved = (torch.cat([slope, root], -2) @ nodes.mT).movedim(-1, 0)
     loc, noise = likelihood._split(mean + moved.to(mean))
     return loc, left.to(mean), noise, weights.to(mean)
+
+
+def _has_one_number(outputs: GaussianOutputs) -> bool:
+    return outputs.mean.shape[-1] == 2 and bool(outputs.options.num_samples)
+
+
+def _log_density_of_one(
+    likelihood: HeteroskedasticGaussian, outputs: GaussianOutputs, targets: Tensor
+) -> Tensor:
+    """Return the log-density of one number at each position, of the targets' shape.
+
+    It may be narrow in the output for the scale, where this is tied to the mean.
+    """
+    mean = at_least_float32(outputs.mean)
+    slope, root, left = (part[..., 0, :].to(mean) for part in _tied(outputs))
+    given = targets.to(mean), *mean.chunk(2, -1), slope, root, left.clamp_min(0)
+    y, *outputs_for, slope, root, left = (v.flatten() for v in torch.broadcast_tensors(*given))
+
+    def log_density(z: Tensor) -> Tensor:
+        moved = torch.stack(outputs_for, -1) + torch.stack([slope, root], -1) * z.unsqueeze(-1)
+        loc, noise = (part[:, 0] for part in likelihood._split(moved))
+        scale = (left + noise.square()).sqrt()
+        return td.Normal(loc, scale, validate_args=False).log_prob(y)
+
+    return log_mean_over_normal(log_density, y).view(targets.shape)
+
+
+class _OneNumber(PredictiveMixture):
+    """A mixture over nodes, of a density that is not."""
+
+    log_density: Callable[[Tensor], Tensor]
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.log_density(value)
 
 
 @gaussian_prediction.register
@@ -328,6 +370,11 @@ def _(
     targets: Tensor | Targets,
     prediction: Any,
 ) -> Tensor:
+    if _has_one_number(outputs):
+        counted = likelihood.observed(targets)
+        kept = replace(counted, weights=None).counts_within()
+        found = _log_density_of_one(likelihood, outputs, counted.values)
+        return (found if kept is None else found * kept.to(found)).flatten(1).sum(1)
     loc, covariance, noise, weights = _given_scales(likelihood, outputs)
     logs = log_mean_exp(log_normals(likelihood, targets, loc, covariance, noise), 0, weights)
     return logs.view(len(logs), -1).sum(1).to(loc.dtype)
@@ -338,4 +385,8 @@ def _(likelihood: HeteroskedasticGaussian, outputs: GaussianOutputs) -> td.Distr
     loc, covariance, noise, weights = _given_scales(likelihood, outputs)
     covariance, each = semi_definite(covariance), zip(loc, noise, strict=True)
     parts = [normal_of_numbers(mean, covariance, scale) for mean, scale in each]
-    return over_points(PredictiveMixture(parts, weights))
+    if not _has_one_number(outputs):
+        return over_points(PredictiveMixture(parts, weights))
+    found = _OneNumber(parts, weights)
+    found.log_density = partial(_log_density_of_one, likelihood, outputs)
+    return over_points(found)

@@ -98,15 +98,10 @@ class GaussianOutputs(NamedTuple):
             return log_mean_exp(torch.stack([log_density(one) for one in self.samples()]), 0)
         mean, scale = at_least_float32(self.mean), self._scale()
 
-        def joint(z: Tensor) -> Tensor:
-            outputs = mean + scale * z.view_as(mean)
-            return log_density(outputs) - 0.5 * (z.square() + math.log(2 * math.pi))
+        def at(z: Tensor) -> Tensor:
+            return log_density(mean + scale * z.view_as(mean))
 
-        ends = mean.new_tensor([-8.0, 8.0]).unsqueeze(1).expand(2, len(mean))
-        found = _log_integral(joint, *ends)
-        # A target may be further away. Elsewhere a density may overflow there.
-        is_far = torch.stack([joint(end) for end in ends]) > found - 10
-        return _log_integral(joint, *ends.where(~is_far, 5 * ends)) if bool(is_far.any()) else found
+        return log_mean_over_normal(at, mean.flatten())
 
     def _has_one_number(self) -> bool:
         is_one = self.mean.numel() == len(self.mean) and not self.options.latents
@@ -118,6 +113,24 @@ class GaussianOutputs(NamedTuple):
     def variance(self) -> Tensor:
         """Return the variance of each output, `(n, ...)`."""
         return self.covariance.diagonal(dim1=-2, dim2=-1).reshape(self.mean.shape)
+
+
+def log_mean_over_normal(log_density: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """Return `log E exp(log_density(z))` for a standard normal `z` of each point, `(n,)`.
+
+    `like` has the points' number, dtype and device.
+    """
+
+    def joint(z: Tensor) -> Tensor:
+        return log_density(z) - 0.5 * (z.square() + math.log(2 * math.pi))
+
+    ends = like.new_tensor([-8.0, 8.0]).unsqueeze(1).expand(2, len(like))
+    found = _log_integral(joint, *ends)
+    # A target may be further away. Elsewhere a density may overflow there.
+    is_far = [(joint(end) > found - 10) | (joint(2 * end) > found - 10) for end in ends]
+    if not bool(torch.stack(is_far).any()):
+        return found
+    return _log_integral(joint, *torch.where(torch.stack(is_far), 5 * ends, ends))
 
 
 def _log_integral(
