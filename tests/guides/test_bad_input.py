@@ -184,7 +184,7 @@ def test_a_builder_that_fails_is_named(builder, error, message):
 COUPLED = [autoguide.AutoMultivariateNormal, autoguide.AutoStructured, autoguide.AutoGaussian]
 
 
-@pytest.mark.parametrize("builder", [autoguide.AutoNormal, *COUPLED])
+@pytest.mark.parametrize("builder", [autoguide.AutoNormal, autoguide.AutoDelta, *COUPLED])
 def test_pyros_guides_of_discrete_sites_are_refused(builder):
     with pytest.raises(ValueError, match=r"'net.weight' is discrete; .*AutoBernoulli"):
         PyroGuide.build(builder, program(prior=dist.Poisson(1.0)))

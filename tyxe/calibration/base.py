@@ -265,6 +265,7 @@ class Calibrated:
         self._options = saved["options"]
 
 
+@check.arguments
 class CalibratedModule(nn.Module):
     """A module and a calibrator of its predictions, as one module to export.
 

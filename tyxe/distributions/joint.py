@@ -108,10 +108,12 @@ class JointMarginal(OneEvent):
         site: one of its names.
 
     Raises:
-        KeyError: it has no such site.
+        ValueError: it has no such site.
     """
 
     def __init__(self, joint: JointDistribution, site: str) -> None:
+        if not isinstance(site, str) or site not in joint.site_shapes:
+            check.choice("site", site, joint.site_shapes)  # which names those that there are
         self.joint, self.site = joint, site
         super().__init__(torch.Size(), joint.site_shapes[site], validate_args=False)
 

@@ -15,6 +15,7 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import constraints
 
+from tyxe import check
 from tyxe.distributions.joint import OneEvent
 from tyxe.util import at_least_float32
 
@@ -83,6 +84,7 @@ def _(distribution: td.Uniform) -> Tensor:
 
 
 @singledispatch
+@check.arguments
 def deviation(distribution: td.Distribution) -> Tensor:
     """Draw `w - center`, for a distribution with a centre.
 

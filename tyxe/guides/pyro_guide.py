@@ -142,7 +142,7 @@ class PyroGuide(AnyGuide):
         )
         check.function("the guide's builder", builder, expected)
         kind, _ = unwrapped(builder)
-        if isinstance(kind, type) and issubclass(kind, (*_COUPLED, AutoNormal)):
+        if isinstance(kind, type) and issubclass(kind, (*_COUPLED, AutoDelta, AutoNormal)):
             with torch_rng_kept():
                 sites_of(module)  # which says of a discrete one what to take
         names = _kept_apart(module) if _has_part_of_each(builder) else {}

@@ -44,6 +44,7 @@ from tyxe.threads import exclusive
 from tyxe.util import at_least_float32, precise
 
 
+@check.arguments
 class PredictiveMixture(td.Distribution):
     """A mixture of distributions of the same shapes, such as those of targets at several draws.
 
@@ -64,6 +65,7 @@ class PredictiveMixture(td.Distribution):
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, parts: Sequence[td.Distribution], weights: Tensor | None = None) -> None:
+        check.count("the number of parts", len(parts))
         self.parts, self.weights = list(parts), weights
         super().__init__(parts[0].batch_shape, parts[0].event_shape, validate_args=False)
 
@@ -83,6 +85,7 @@ class PredictiveMixture(td.Distribution):
         mean = self.mean
         return self._mean_of([part.variance + (part.mean - mean) ** 2 for part in self.parts])
 
+    @check.arguments
     def log_prob(self, value: Tensor) -> Tensor:
         logs = torch.stack([part.log_prob(value) for part in self.parts])
         return log_mean_exp(logs, 0, self.weights)
