@@ -253,10 +253,12 @@ def test_files_of_one_calibrator_and_of_two_are_told_apart(tmp_path):
     assert nested.calibrator.threshold is None
 
 
-def test_sets_are_no_predictions_to_calibrate():
+def test_sets_are_no_predictions_to_calibrate_or_evaluate():
     sets = SplitConformal("aps", 0.8).wrap(classifier(), CLASSES, num_predictions=0)
     with pytest.raises(TypeError, match=r"SplitConformal does not return.*wrap its bnn"):
         TemperatureScaling().wrap(sets, CLASSES)
+    with pytest.raises(TypeError, match="use coverage and size"):
+        sets.evaluate(*CLASSES[0])
 
 
 def test_the_options_of_the_first_calibrator_hold_for_the_second():
@@ -270,6 +272,52 @@ def test_the_options_of_the_first_calibrator_hold_for_the_second():
     assert torch.equal(found, both.predict(X))
     with pytest.raises(ValueError, match=r"predictive='glm'.*predictive='bnn'"):
         both.to_ensemble(4)
+
+
+WEIGHTS = torch.arange(60) % 3.0
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("name", ["temperature", "factor", "factor of predicted noise"])
+def test_calibrated_predictions_are_evaluated_by_weights(name, reduction):
+    make, model, [(x, y)] = CASES[name]
+    wrapped = make().wrap(model(), [(x, y)], num_predictions=0)
+    found, kept = wrapped.predict(x), WEIGHTS > 0
+    if name == "temperature":
+        logs = found.log_softmax(-1).gather(1, y[:, None])[:, 0]
+        errors = (found.argmax(-1) != y).float()
+    else:
+        mean, scale = found
+        logs = torch.distributions.Normal(mean, scale).log_prob(y)[:, 0]
+        errors = (mean - y).square()[:, 0]
+    expected = torch.stack([errors, logs])[:, kept]
+    if reduction != "none":
+        expected = (expected * WEIGHTS[kept]).sum(1)
+    if reduction == "mean":
+        expected = expected / WEIGHTS.sum()
+    loader = [(x[:20], y[:20], WEIGHTS[:20]), (x[20:], y[20:], WEIGHTS[20:])]
+    torch.testing.assert_close(wrapped.evaluate(loader, reduction=reduction), tuple(expected))
+
+
+@pytest.mark.parametrize("kind", ["Bernoulli", "Ordinal"])
+def test_tempered_labels_are_evaluated_as_classes(kind):
+    y = CLASSES[0][1] if kind == "Ordinal" else CLASSES[0][1].float()[:, None]
+    likelihood = {
+        "Bernoulli": lambda: tyxe.likelihoods.Bernoulli(60, event_dim=1),
+        "Ordinal": lambda: tyxe.likelihoods.Ordinal(60, 2).requires_grad_(False),
+    }[kind]()
+    plain = net(1)
+    plain.weight.data[:, 0] = 1.0
+    bnn = tyxe.VariationalBNN(plain, NORMAL, likelihood, AutoNormal)
+    tempered = TemperatureScaling().wrap(bnn, [(X, y)], num_predictions=0)
+    temperature = tempered.calibrator.temperature
+    logits = bnn.likelihood.class_logits(bnn.predict(X, num_predictions=0)) / temperature
+    logits = logits.flatten(0, -2)
+    expected = -nn.functional.cross_entropy(logits, CLASSES[0][1], reduction="sum")
+    found = tempered.evaluate(X, y)
+    torch.testing.assert_close(found[1], expected)
+    assert found[0] == (logits.argmax(-1) != CLASSES[0][1]).sum()
+    assert found[1] > bnn.evaluate(X, y, num_predictions=0)[1]
 
 
 def test_a_mean_and_a_scale_may_come_as_a_list():

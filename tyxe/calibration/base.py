@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from tyxe import check, files
 from tyxe.bnn.batches import all_batches, device_for
-from tyxe.bnn.scoring import predicted
+from tyxe.bnn.scoring import check_evaluation, predicted, reduced, weights_of
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
-from tyxe.likelihoods import Censored, Likelihood
+from tyxe.likelihoods import Censored, HomoskedasticGaussian, Likelihood
 from tyxe.likelihoods.joint import check_is_one
 from tyxe.metrics.checks import check_probs, check_real, check_regression, check_targets
 
@@ -176,6 +176,40 @@ class Calibrated:
         found = self.bnn.predict(*inputs, **options)
         likelihood = self.likelihood.with_gradients(bool(options.get("enable_grad")))
         return _through(self.calibrator, found, likelihood)
+
+    def evaluate(
+        self,
+        input_data: Any,
+        y: Tensor | None = None,
+        *,
+        reduction: str = "sum",
+        unpack: Unpack | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Return error and log-likelihood of calibrated predictions on data with targets.
+
+        For numbers, the log-likelihood is that of Normals with their means and scales.
+
+        Args:
+            input_data, y, reduction, unpack: as in `evaluate` of a BNN.
+            options: of `predict`.
+
+        Raises:
+            TypeError: the calibrator makes sets or intervals, which have no likelihood.
+            ValueError: as in `evaluate` of a BNN.
+        """
+        self._check_replaces("use coverage and size of tyxe.calibration")
+        y = check_evaluation(self, input_data, y, reduction, None)
+        loader = self._plain._to_evaluate(input_data, unpack) if y is None else [(input_data, y)]
+        batches = all_batches(loader, device_for(self._plain))
+        likelihood, predictions, targets = predicted(self, batches, **options)
+        if isinstance(predictions, tuple):
+            likelihood = HomoskedasticGaussian(scale=1.0, event_dim=likelihood.event_dim)
+        error = likelihood.error(predictions, targets)
+        log_likelihood = likelihood.log_likelihood(predictions, targets)
+        parts = error, log_likelihood, weights_of(likelihood, targets)
+        found: tuple[Tensor, Tensor] = reduced(likelihood, parts, reduction)
+        return found
 
     def _check_replaces(self, hint: str) -> None:
         if not self.calibrator.replaces:
