@@ -110,39 +110,28 @@ methods = {
 }
 
 # %% [markdown]
+# ## What they predict
+#
 # NLL in nats an image; ECE is the distance between confidence and accuracy; the AUROC says how well
 # the maximal probability tells clothes from digits.
-
-# %%
-results = {}
-print(f"{'':22}{'error %':>8}{'NLL':>8}{'ECE %':>8}{'AUROC':>8}")
-for name, method in methods.items():
-    bnn = method()
-    predict = partial(bnn.predict, num_predictions=20, batch_size=500)
-    probs, other = (predict(x).softmax(-1) for x in (x_test, unknown))
-    results[name] = (probs, y_test, other)
-    error, nll = 100 - 100 * metrics.accuracy(probs, y_test), metrics.nll(probs, y_test)
-    ece = 100 * metrics.expected_calibration_error(probs, y_test)
-    auroc = metrics.ood_auroc(probs.amax(-1), other.amax(-1))
-    print(f"{name:22}{error:8.1f}{nll:8.3f}{ece:8.1f}{auroc:8.3f}")
-
-# %% [markdown]
-# ## Calibration and entropy
 #
 # Left: below the diagonal a net is too confident. Right: the entropy on test images (solid) and on
 # digits (dashed). The further the dashed line of a method is from its solid one, the better it
 # recognises digits.
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.5), layout="constrained")
-for index, (name, (probs, labels, other)) in enumerate(results.items()):
-    color = f"C{index}"
-    tyxe.plotting.calibration_curve(probs, labels, left, label=name, color=color, min_count=10)
-    for each, style in ((probs, "solid"), (other, "dashed")):
-        entropy = metrics.predictive_entropy(each)
-        tyxe.plotting.entropy_ecdf(entropy, right, linestyle=style, color=color)
-figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-left.get_legend().remove()
+figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+print(f"{'':22}{'error %':>8}{'NLL':>8}{'ECE %':>8}{'AUROC':>8}")
+for color, (name, method) in zip(plt.cm.tab10.colors, methods.items(), strict=False):
+    predict = partial(method().predict, num_predictions=20, batch_size=500)
+    probs, far = (predict(x).softmax(-1) for x in (x_test, unknown))
+    error, nll = 100 - 100 * metrics.accuracy(probs, y_test), metrics.nll(probs, y_test)
+    ece = 100 * metrics.expected_calibration_error(probs, y_test)
+    auroc = metrics.ood_auroc(probs.amax(-1), far.amax(-1))
+    print(f"{name:22}{error:8.1f}{nll:8.3f}{ece:8.1f}{auroc:8.3f}")
+    tyxe.plotting.calibration_curve(probs, y_test, left, label=name, color=color, min_count=10)
+    tyxe.plotting.entropy_ecdf(metrics.predictive_entropy(probs), right, color=color)
+    tyxe.plotting.entropy_ecdf(metrics.predictive_entropy(far), right, color=color, linestyle="--")
 
 # %% [markdown]
 # ## Change this line
