@@ -91,7 +91,7 @@ def table(folder):
         shown = "maximum likelihood (ML)" if name == "ML" else name
         lines.append(f"| [{shown}]({folder}{page}) | {use} | {numbers} |")
     source = (
-        "Train, predict and file are multiples of ML's seconds of the processor and of its\n"
+        "Train and predict are multiples of ML's processor time, and file of the size of its\n"
         "file. NLL, ECE and AUROC are of nets trained on 5,000 images of FashionMNIST. The AUROC\n"
         "is how well the entropy tells notMNIST from FashionMNIST, where 0.5 is a guess. *By MI*\n"
         "uses the mutual information of the draws instead. The rank is the mean rank by\n"

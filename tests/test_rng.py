@@ -1,9 +1,11 @@
 """States of the random generators: put back, saved and loaded, and of PyTorch alone."""
 
 import io
+import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,11 +13,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tyxe
 
 
+def numbers():
+    # An odd number of normals: NumPy and Python keep the second of a pair for the next call.
+    drawn = [torch.rand(()).item(), torch.randn(()).item(), np.random.rand()]
+    return [*drawn, np.random.standard_normal(), random.random(), random.gauss(0, 1)]
+
+
 def test_numbers_are_the_same_after_a_state_is_saved_loaded_and_put_back():
-    torch.save(tyxe.rng.torch_rng(), file := io.BytesIO())
-    expected = torch.rand(3)
+    numbers()
+    torch.save(tyxe.rng.random_state(), file := io.BytesIO())
+    expected = [numbers(), numbers()]
     file.seek(0)
-    tyxe.rng.set_torch_rng(torch.load(file, weights_only=True))
+    tyxe.rng.set_random_state(torch.load(file, weights_only=True))
+    assert [numbers(), numbers()] == expected
+
+
+def test_a_state_of_pytorch_alone_leaves_the_other_generators():
+    state = {"rng": tyxe.rng.torch_rng()}
+    rest = np.random.get_state()[1].copy(), random.getstate()
+    expected = torch.rand(3)
+    tyxe.rng.set_random_state(state)
+    assert torch.equal(torch.rand(3), expected)
+    assert np.array_equal(np.random.get_state()[1], rest[0])
+    assert random.getstate() == rest[1]
+    tyxe.rng.set_torch_rng(state["rng"])
     assert torch.equal(torch.rand(3), expected)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import (
@@ -252,3 +254,26 @@ def _device_of(args: Any, kwargs: Mapping[str, Any]) -> torch.device:
     tensor = next((one for one in args if isinstance(one, Tensor)), None)
     device = kwargs.get("device") or (torch.device("cpu") if tensor is None else tensor.device)
     return torch.device(device)
+
+
+# --------------------------------------------------------------------------- all of them
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of all global generators, as tensors and plain containers."""
+    state = np.random.get_state(legacy=False)
+    # As lists, because `torch.load(weights_only=True)` refuses NumPy arrays.
+    inner = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in state["state"].items()}
+    return {
+        "rng": torch_rng(),
+        "numpy": {**state, "state": inner},
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators to a `random_state`, or PyTorch's alone where it has no others."""
+    set_torch_rng(state["rng"])
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])

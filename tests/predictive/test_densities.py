@@ -10,7 +10,7 @@ import tyxe
 from tests.oracles.links import expected_sigmoid
 from tyxe.predictive import predict_from_gaussian
 from tyxe.predictive.distributions import gaussian_distribution
-from tyxe.predictive.evaluation import gaussian_scores
+from tyxe.predictive.evaluation import gaussian_log_likelihood, gaussian_scores
 from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions
 from tyxe.predictive.links import sample_outputs
 
@@ -170,6 +170,30 @@ def test_a_density_much_narrower_than_the_outputs_is_its_integral(likelihood, la
     distribution = gaussian_distribution(likelihood, GaussianOutputs(mean, variance, OPTIONS))
     torch.testing.assert_close(distribution.log_prob(y), found)
     torch.testing.assert_close(distribution.log_prob(y.expand(3, 4, 1)), found.expand(3, 4))
+    table = distribution.log_prob(y.view(4, 1, 1))
+    torch.testing.assert_close(table.diagonal(), found)
+    torch.testing.assert_close(distribution.log_prob(y[1, 0]), table[1])
+
+
+@pytest.mark.parametrize(("scale", "count"), [(0.1, 1_000), (1e-2, 10)])
+def test_a_count_very_many_deviations_away_has_its_density(scale, count):
+    z = torch.linspace(-50, 300, 2_000_001, dtype=torch.float64)
+    y = torch.tensor([[count]]).double()
+    logs = td.Poisson((scale * z).exp()).log_prob(y) + td.Normal(0.0, 1.0).log_prob(z)
+    expected = logs.logsumexp(1) + (z[1] - z[0]).log()
+    outputs = torch.zeros(1, 1).double(), torch.full((1, 1, 1), scale**2).double()
+    given = tyxe.data.Targets.of(y), OPTIONS
+    found = gaussian_scores(tyxe.likelihoods.Poisson(1), *outputs, *given).log_likelihood
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+
+
+def test_a_density_far_away_is_found_in_single_precision_too():
+    y, mean, variance = torch.tensor([[12.0]]), torch.zeros(1, 1), torch.ones(1, 1, 1)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(1, scale=1e-4)
+    by_grid = gaussian_log_likelihood.dispatch(tyxe.likelihoods.Likelihood)
+    outputs, targets = GaussianOutputs(mean, variance, OPTIONS), tyxe.data.Targets.of(y)
+    found = by_grid(likelihood, outputs, targets, None)
+    torch.testing.assert_close(found, td.Normal(0.0, 1.0).log_prob(y[0]), rtol=1e-3, atol=0.0)
 
 
 def test_a_density_that_overflows_far_from_the_mean_is_its_integral():

@@ -437,7 +437,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
 
 
 def _of_draws(scores: Iterable[Tensor], dims: int) -> Tensor:
-    """Return the scores of all members' draws; those with Gaussian outputs have `dims` and one."""
+    """Return the scores of all members' draws; those of one draw have `dims` dimensions."""
     return torch.cat([each if each.dim() > dims else each[None] for each in scores])
 
 

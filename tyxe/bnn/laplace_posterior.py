@@ -31,8 +31,6 @@ from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.util import Inputs, outside_inference
 
-# Seconds from which on a linearised batch gives a warning.
-
 
 class LaplacePosterior(SupervisedBNN):
     """The posterior of a `LaplaceBNN`, which lists the arguments."""

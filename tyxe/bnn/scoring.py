@@ -19,8 +19,8 @@ from tyxe.bnn.batches import check_has_targets, is_loader
 from tyxe.bnn.passes import ReplayedDraws, map_batches
 from tyxe.data import Targets, Unpack, concatenate_targets
 from tyxe.likelihoods import Bernoulli, HeteroskedasticGaussian, Likelihood, Ordinal
-from tyxe.likelihoods.checks import reduce_points
 from tyxe.likelihoods.joint import check_is_one
+from tyxe.likelihoods.reductions import reduce_points
 from tyxe.predictive.scores import LOGITS, SCORES
 from tyxe.processes import all_or_none, check_group, total
 from tyxe.util import Inputs

@@ -52,7 +52,7 @@ def _trained(
     def loss(flat: Tensor, rows: Tensor) -> Tensor:
         inputs = tree_map_tensors(lambda x: x[rows], potential.inputs)
         # How much these points weigh, in units of those of all.
-        load = weight_of(targets[rows]) / (mean * len(rows))
+        load = weight_of(targets[rows]) / (mean * len(rows)) if mean else 1.0
         return load * potential.mean_loss(potential.unflatten(flat), inputs, targets[rows])
 
     epochs = init.train(loss, members, len(targets), generator)

@@ -148,7 +148,9 @@ class Trainer:
         if options.scheduler is not None:
             self.scheduler = make_scheduler(options.scheduler, self.optimizer)
             if options.schedule_by == "batch" and isinstance(self.scheduler, ReduceLROnPlateau):
-                raise ValueError("ReduceLROnPlateau compares losses of epochs: no schedule_by")
+                raise ValueError(
+                    "ReduceLROnPlateau compares losses of epochs: leave schedule_by='epoch'"
+                )
         self._pyro_clip = pyro_clipping(optim)
         self.objective = Objective(bnn, options.closed_form_kl, options.num_particles)
         own = self.optimizer if isinstance(self.optimizer, ParticleOptimizer) else None

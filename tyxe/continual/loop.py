@@ -17,7 +17,7 @@ from tyxe import check, files
 from tyxe.bnn import BNN, MCMC_BNN
 from tyxe.continual.heads import Heads, Task
 from tyxe.priors import DictPrior
-from tyxe.rng import set_torch_rng, torch_rng
+from tyxe.rng import random_state, set_random_state
 from tyxe.threads import exclusive
 from tyxe.util import pyro_sample_sites
 
@@ -196,8 +196,8 @@ class TaskLoop:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the remaining tasks depend on, safe for `torch.load(weights_only=True)`.
 
-        These are the BNN with its prior, heads, scores, further parts, and the states of PyTorch's
-        random generators.
+        These are the BNN with its prior, heads, scores, further parts, and the states of the global
+        random generators of PyTorch, NumPy and Python.
         """
         with exclusive():
             return {
@@ -209,7 +209,7 @@ class TaskLoop:
                 "heads": None if self.heads is None else self.heads.state_dict(),
                 # Copied, because an optimiser changes the tensors of its state in place.
                 "parts": {n: copy.deepcopy(part.state_dict()) for n, part in self.parts.items()},
-                "rng": torch_rng(),
+                **random_state(),
                 **self.bnn._not_saved(),
             }
 
@@ -252,7 +252,7 @@ class TaskLoop:
         self._steps_done = state.get("steps", 0)  # older states were all saved between tasks
         self.accuracy = torch.full_like(self.accuracy, math.nan)
         self.accuracy[:size, :size] = state["accuracy"]
-        set_torch_rng(state["rng"])
+        set_random_state(state)
 
 
 @check.arguments

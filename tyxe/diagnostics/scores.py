@@ -19,7 +19,7 @@ from tyxe.bnn.scoring import Predicted, predicted
 from tyxe.data import Unpack
 from tyxe.diagnostics.report import integral_transform, members_of
 from tyxe.likelihoods import Categorical
-from tyxe.likelihoods.checks import mean_over
+from tyxe.likelihoods.reductions import mean_over
 from tyxe.metrics.checks import average, check_probs, check_real, check_weights
 from tyxe.rng import set_torch_rng, torch_rng
 

@@ -321,7 +321,8 @@ def on_support(base: td.Distribution, support: constraints.Constraint) -> td.Dis
     positive: PyTorch's map onto these ends in a shift by 0, whose results may be any number.
     """
     normal, own = as_gaussian(base), elementwise(support)
-    is_positive = getattr(own, "lower_bound", None) == 0 and not hasattr(own, "upper_bound")
+    bound = None if hasattr(own, "upper_bound") else getattr(own, "lower_bound", None)
+    is_positive = bound is not None and bool((torch.as_tensor(bound) == 0).all())
     if normal is None or not is_positive:
         return dist.TransformedDistribution(base, [td.biject_to(support)])
     found = dist.LogNormal(normal.loc, normal.scale, validate_args=False)

@@ -1,4 +1,4 @@
-"""Normal guides: mean-field, of SWAG, and the radial one, an example of a custom guide."""
+"""Mean-field guides: Normal, of SWAG, and the radial one, an example of a custom guide."""
 
 from __future__ import annotations
 

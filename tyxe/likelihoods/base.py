@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tyxe import check
 from tyxe.data import Targets, masked_targets, read_targets, trailing
 from tyxe.likelihoods import checks
-from tyxe.likelihoods.checks import mean_of, reduce_points
+from tyxe.likelihoods.reductions import mean_of, reduce_points
 from tyxe.poutine.selective import masked_within
 from tyxe.threads import exclusive
 from tyxe.util import at_least_float32, in_function_transform, is_real, precise

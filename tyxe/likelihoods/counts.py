@@ -12,9 +12,9 @@ from torch.nn.functional import logsigmoid, pad
 
 from tyxe import check
 from tyxe.likelihoods.base import Latents, Likelihood
-from tyxe.likelihoods.checks import log_mean_exp, stacked
 from tyxe.likelihoods.discrete import LogitCategorical
 from tyxe.likelihoods.gaussian import OwnParameter
+from tyxe.likelihoods.reductions import log_mean_exp, stacked
 from tyxe.util import at_least_float32
 
 

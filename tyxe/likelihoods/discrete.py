@@ -18,7 +18,7 @@ from tyxe import check
 from tyxe.data import Targets
 from tyxe.errors import warn
 from tyxe.likelihoods.base import Latents, Likelihood
-from tyxe.likelihoods.checks import log_mean_exp, mean_over, stacked
+from tyxe.likelihoods.reductions import log_mean_exp, mean_over, stacked
 from tyxe.util import at_least_float32, without_events
 
 TOLERANCE = 1e-3  # of sums of probabilities
@@ -175,7 +175,7 @@ class Categorical(Likelihood):
         found = self._read(targets)
         if not are_shares(self, found):
             return super().mixture_log_likelihood(predictions, found, latents)
-        # The mean over labels of the log of the mixture's probability.
+        # The mean over labels of the log of the mixture's probability: the score of the prediction.
         combined = self.aggregate_predictions(at_least_float32(predictions))
         return self.log_likelihood(combined, found)
 

@@ -17,7 +17,7 @@ from tyxe import check
 from tyxe.data import Targets
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.likelihoods.base import Latents, Likelihood, Predictions
-from tyxe.likelihoods.checks import mean_of, mean_over, moments, stacked
+from tyxe.likelihoods.reductions import mean_of, mean_over, moments, stacked
 
 
 class OwnParameter(Likelihood):

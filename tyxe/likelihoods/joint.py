@@ -16,8 +16,8 @@ from tyxe import check
 from tyxe.check import described
 from tyxe.data import Targets, filled, read_targets, trailing
 from tyxe.likelihoods.base import Latents, Likelihood
-from tyxe.likelihoods.checks import reduce_points
 from tyxe.likelihoods.output_hessian import hessian_blocks, output_hessian
+from tyxe.likelihoods.reductions import reduce_points
 from tyxe.poutine.selective import masked_within
 from tyxe.util import at_least_float32, is_real
 

@@ -242,13 +242,16 @@ def make_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
         return scheduler
     expected = "a class of torch.optim.lr_scheduler or a functools.partial of one"
     groups = optimizer.param_groups
-    rates = {group["lr"] for group in groups}
+    rates, before = {group.get("initial_lr", group["lr"]) for group in groups}, [*map(dict, groups)]
     found = check.one_of("scheduler", scheduler, Callable, expected)(optimizer)
     if len({group.get("initial_lr", group["lr"]) for group in groups}) < len(rates):
+        for group, own in zip(groups, before, strict=True):
+            group.clear()
+            group.update(own)
         raise ValueError(
             f"{type(found).__name__} replaces the rates of groups, which are those of "
-            f"lr_multipliers or the optimiser's own, by one: pass it {len(groups)} of them as a "
-            "list, or take a scheduler that multiplies rates"
+            f"lr_multipliers or the optimiser's own, by equal ones: pass it {len(groups)} of them "
+            "as a list, which differ as these do, or take a scheduler that multiplies rates"
         )
     return check.one_of("what scheduler returns", found, LRScheduler, "a torch scheduler")
 

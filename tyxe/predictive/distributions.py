@@ -1,4 +1,4 @@
-"""The predictive distribution of the targets of each point, as a `torch.distributions` object."""
+"""The predictive distribution of targets, as a `torch.distributions` object; predicted noise."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tyxe.likelihoods import (
     Joint,
     Likelihood,
 )
-from tyxe.likelihoods.checks import log_mean_exp, mean_over
 from tyxe.likelihoods.joint import of_part
+from tyxe.likelihoods.reductions import log_mean_exp, mean_over
 from tyxe.predictive.evaluation import (
     gaussian_log_likelihood,
     log_normals,
@@ -187,28 +187,37 @@ def gaussian_distribution(likelihood: Likelihood, outputs: GaussianOutputs) -> A
     samples, weights = outputs.nodes()
     latents = outputs.options.latents_of(len(samples))
     found = distribution_at_draws(likelihood, samples, latents, weights)
-    is_grid = weights is not None and isinstance(found, PredictiveMixture)
-    return _OverNumbers(found, likelihood, outputs) if is_grid else found
+    if weights is None or not isinstance(found, PredictiveMixture):
+        return found
+    return _Integrated(found.parts, weights, partial(_log_density, likelihood, outputs))
 
 
-class _OverNumbers(PredictiveMixture):
-    """A mixture over one number of each point, whose density knows where it needs a finer grid."""
+class _Integrated(PredictiveMixture):
+    """A mixture over nodes whose density is an integral over a finer grid."""
 
     def __init__(
-        self, grid: PredictiveMixture, likelihood: Likelihood, outputs: GaussianOutputs
+        self, parts: Any, weights: Tensor, log_density: Callable[[Tensor], Tensor]
     ) -> None:
-        super().__init__(grid.parts, grid.weights)
-        self._likelihood, self._outputs = likelihood, outputs
+        super().__init__(parts, weights)
+        self._log_density = log_density
 
     def log_prob(self, value: Tensor) -> Tensor:
-        lead = value.shape[: value.dim() - len(self.batch_shape + self.event_shape)]
-        targets = value.reshape(-1, *self.batch_shape, *self.event_shape)
-        each = [self._outputs.log_mean(partial(self._at, target)) for target in targets]
-        return torch.stack(each).view(*lead, *self.batch_shape)
+        shape = self.batch_shape + self.event_shape
+        return self._log_density(value.expand(torch.broadcast_shapes(value.shape, shape)))
 
-    def _at(self, target: Tensor, outputs: Tensor) -> Tensor:
-        found: Tensor = self._likelihood._distribution_for(outputs, None)[0].log_prob(target)
+
+def _log_density(likelihood: Likelihood, outputs: GaussianOutputs, values: Tensor) -> Tensor:
+    """Return the log-density of values `(..., n, ...)`, of one number for each point."""
+
+    def at(value: Tensor, one: Tensor) -> Tensor:
+        found: Tensor = likelihood._distribution_for(one, None)[0].log_prob(value)
         return found
+
+    of_points = likelihood._distribution_for(outputs.mean, None)[0]
+    shape = of_points.batch_shape + of_points.event_shape
+    each = [outputs.log_mean(partial(at, value)) for value in values.reshape(-1, *shape)]
+    lead = values.shape[: values.dim() - len(shape)]
+    return torch.stack(each).view(*lead, *of_points.batch_shape)
 
 
 @gaussian_distribution.register
@@ -269,15 +278,15 @@ def over_points(found: td.Distribution) -> td.Distribution:
     return td.Independent(found, extra, validate_args=False) if extra > 0 else found
 
 
-# The mean of the squared scale has a relative error below 1e-7 if the output for the scale has a
-# standard deviation of 3, and below 3e-4 if that is 10.
-NUM_NODES = 64
-
-
 # --- outputs that are means and scales of noise ---------------------------------------------------
 # Given the outputs for scales, the targets of a point are Gaussian. What is left is an expectation
 # over these outputs, at nodes that are the same for all points: Gauss-Hermite for one number, whose
 # density has a finer grid.
+
+
+# The mean of the squared scale has a relative error below 1e-7 if the output for the scale has a
+# standard deviation of 3, and below 3e-4 if that is 10.
+NUM_HERMITE = 64
 
 
 def _nodes(size: int, count: int) -> tuple[Tensor, Tensor]:
@@ -285,7 +294,7 @@ def _nodes(size: int, count: int) -> tuple[Tensor, Tensor]:
     if not count:
         return torch.zeros(1, size, device="cpu"), torch.ones(1, device="cpu")
     if size == 1:  # Golub & Welsch (1969)
-        off = torch.arange(1, NUM_NODES, dtype=torch.float64, device="cpu").sqrt()
+        off = torch.arange(1, NUM_HERMITE, dtype=torch.float64, device="cpu").sqrt()
         nodes, vectors = torch.linalg.eigh(off.diag(1) + off.diag(-1))
         return nodes[:, None], vectors[0].square()
     half = max(count // 2, 4 * size)
@@ -348,15 +357,6 @@ def _log_density_of_one(
     return log_mean_over_normal(log_density, y).view(targets.shape)
 
 
-class _OneNumber(PredictiveMixture):
-    """A mixture over nodes, of a density that is not."""
-
-    log_density: Callable[[Tensor], Tensor]
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        return self.log_density(value)
-
-
 @gaussian_prediction.register
 def _(likelihood: HeteroskedasticGaussian, outputs: GaussianOutputs) -> Tensor:
     # The moments need each output alone, and nodes have the moments of a Normal.
@@ -390,6 +390,6 @@ def _(likelihood: HeteroskedasticGaussian, outputs: GaussianOutputs) -> td.Distr
     parts = [normal_of_numbers(mean, covariance, scale) for mean, scale in each]
     if not _has_one_number(outputs):
         return over_points(PredictiveMixture(parts, weights))
-    found = _OneNumber(parts, weights)
-    found.log_density = partial(_log_density_of_one, likelihood, outputs)
-    return over_points(found)
+    return over_points(
+        _Integrated(parts, weights, partial(_log_density_of_one, likelihood, outputs))
+    )

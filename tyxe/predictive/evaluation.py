@@ -21,8 +21,8 @@ from tyxe.likelihoods import (
     Likelihood,
 )
 from tyxe.likelihoods.base import Predictions
-from tyxe.likelihoods.checks import log_mean_exp
 from tyxe.likelihoods.joint import of_part
+from tyxe.likelihoods.reductions import log_mean_exp
 from tyxe.predictive.gaussian import (
     GaussianOutputs,
     LinkOptions,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.likelihoods import Categorical, Likelihood
-from tyxe.likelihoods.checks import mean_over
+from tyxe.likelihoods.reductions import mean_over
 from tyxe.util import at_least_float32
 
 

@@ -1,4 +1,4 @@
-"""Members of a deep ensemble, trained all at once in stacked tensors, as starts of chains."""
+"""Members of one structure trained in stacked tensors, for ensembles and as starts of chains."""
 
 from __future__ import annotations
 

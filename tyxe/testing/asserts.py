@@ -1,4 +1,4 @@
-"""Assertions whose messages name the rule that is broken, and that of a density."""
+"""Assertions whose messages name the broken rule, and whether a density is that of draws."""
 
 from __future__ import annotations
 
