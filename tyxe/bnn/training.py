@@ -147,10 +147,9 @@ class Trainer:
         self.scheduler = scheduler_of(optim, self.parameters)
         if options.scheduler is not None:
             self.scheduler = make_scheduler(options.scheduler, self.optimizer)
-            if options.schedule_by == "batch" and isinstance(self.scheduler, ReduceLROnPlateau):
-                raise ValueError(
-                    "ReduceLROnPlateau compares losses of epochs: leave schedule_by='epoch'"
-                )
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                hint = ", as ReduceLROnPlateau compares losses of epochs"
+                check.choice("schedule_by", options.schedule_by, ["epoch"], hint)
         self._pyro_clip = pyro_clipping(optim)
         self.objective = Objective(bnn, options.closed_form_kl, options.num_particles)
         own = self.optimizer if isinstance(self.optimizer, ParticleOptimizer) else None

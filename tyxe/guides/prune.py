@@ -110,10 +110,8 @@ def _prune(parts: Sequence[Part], keep: float) -> None:
         for part, _, kept in parts
         for name, score in part.items()
     ]
-    if not scores:
-        raise ValueError(
-            "the guide has no weights of two dimensions or more, which alone are pruned"
-        )
+    hint = ": the guide has no weights of two dimensions or more, which alone are pruned"
+    check.count("the number of sites to prune", len(scores), hint=hint)
     flat = torch.cat([score.reshape(-1) for score in scores])
     count, left = round(keep * len(flat)), int((flat >= 0).sum())
     hint = f", the elements that are left of {len(flat)}"
