@@ -66,7 +66,7 @@ def test_moments_of_a_regression_of_posteriordb():
     likelihood = HomoskedasticGaussian(100, scale=dist.HalfNormal(10.0))
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 10))
     bnn = make(NUTS(), nn.Linear(5, 1, bias=False), likelihood, prior)
-    run = bnn.fit([(x, y)], 500, warmup_steps=300, compile=True)
+    run = bnn.fit([(x, y)], 1_000, warmup_steps=500, compile=True)
     assert not run.statistics["diverged"].any()
     found = rows_of(bnn, "net.weight", "likelihood.scale")
     assert_moments(found, *quadrature(x, y, torch.linspace(0.6, 1.6, 1001).double()))
