@@ -84,7 +84,6 @@ def _(distribution: td.Uniform) -> Tensor:
 
 
 @singledispatch
-@check.arguments
 def deviation(distribution: td.Distribution) -> Tensor:
     """Draw `w - center`, for a distribution with a centre.
 
@@ -95,6 +94,7 @@ def deviation(distribution: td.Distribution) -> Tensor:
         >>> deviation(td.Normal(torch.ones(2), torch.ones(2))).shape
         torch.Size([2])
     """
+    check.one_of("distribution", distribution, td.Distribution, "a distribution")
     middle: Any = center(distribution)
     draw = distribution.rsample if distribution.has_rsample else distribution.sample
     return draw() - middle

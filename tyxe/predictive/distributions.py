@@ -189,7 +189,7 @@ def gaussian_distribution(likelihood: Likelihood, outputs: GaussianOutputs) -> A
     found = distribution_at_draws(likelihood, samples, latents, weights)
     if weights is None or not isinstance(found, PredictiveMixture):
         return found
-    return _Integrated(found.parts, weights, partial(_log_density, likelihood, outputs))
+    return _Integrated(found.parts, weights, partial(_density_over_outputs, likelihood, outputs))
 
 
 class _Integrated(PredictiveMixture):
@@ -206,7 +206,9 @@ class _Integrated(PredictiveMixture):
         return self._log_density(value.expand(torch.broadcast_shapes(value.shape, shape)))
 
 
-def _log_density(likelihood: Likelihood, outputs: GaussianOutputs, values: Tensor) -> Tensor:
+def _density_over_outputs(
+    likelihood: Likelihood, outputs: GaussianOutputs, values: Tensor
+) -> Tensor:
     """Return the log-density of values `(..., n, ...)`, of one number for each point."""
 
     def at(value: Tensor, one: Tensor) -> Tensor:
@@ -332,11 +334,11 @@ def _given_scales(
     return loc, left.to(mean), noise, weights.to(mean)
 
 
-def _has_one_number(outputs: GaussianOutputs) -> bool:
+def _has_one_scale(outputs: GaussianOutputs) -> bool:
     return outputs.mean.shape[-1] == 2 and bool(outputs.options.num_samples)
 
 
-def _log_density_of_one(
+def _density_over_scales(
     likelihood: HeteroskedasticGaussian, outputs: GaussianOutputs, targets: Tensor
 ) -> Tensor:
     """Return the log-density of one number at each position, of the targets' shape.
@@ -373,10 +375,10 @@ def _(
     targets: Tensor | Targets,
     prediction: Any,
 ) -> Tensor:
-    if _has_one_number(outputs):
+    if _has_one_scale(outputs):
         counted = likelihood.observed(targets)
         kept = replace(counted, weights=None).counts_within()
-        found = _log_density_of_one(likelihood, outputs, counted.values)
+        found = _density_over_scales(likelihood, outputs, counted.values)
         return (found if kept is None else found * kept.to(found)).flatten(1).sum(1)
     loc, covariance, noise, weights = _given_scales(likelihood, outputs)
     logs = log_mean_exp(log_normals(likelihood, targets, loc, covariance, noise), 0, weights)
@@ -388,8 +390,8 @@ def _(likelihood: HeteroskedasticGaussian, outputs: GaussianOutputs) -> td.Distr
     loc, covariance, noise, weights = _given_scales(likelihood, outputs)
     covariance, each = semi_definite(covariance), zip(loc, noise, strict=True)
     parts = [normal_of_numbers(mean, covariance, scale) for mean, scale in each]
-    if not _has_one_number(outputs):
+    if not _has_one_scale(outputs):
         return over_points(PredictiveMixture(parts, weights))
     return over_points(
-        _Integrated(parts, weights, partial(_log_density_of_one, likelihood, outputs))
+        _Integrated(parts, weights, partial(_density_over_scales, likelihood, outputs))
     )
