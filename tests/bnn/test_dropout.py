@@ -148,6 +148,47 @@ def test_a_net_without_dropout(net):
     assert bnn.predict(X, num_predictions=0).shape == (6, 3)
 
 
+BODIES = {
+    "module": lambda: nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5)),
+    "functional": lambda: NetOf(
+        lambda self, x: F.dropout(self.layer(x), 0.5, self.training), layer=nn.Linear(4, 5)
+    ),
+    "LSTM": lambda: ReadLast(nn.LSTM, 1, 5, 5, num_layers=2, dropout=0.5),
+    "attention": lambda: NetOf(
+        lambda self, x: self.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2, 0.4)
+    ),
+    "RReLU": lambda: nn.Sequential(nn.Linear(4, 5), nn.RReLU(), nn.BatchNorm1d(5), nn.Dropout(0.5)),
+}
+
+
+@pytest.mark.parametrize("make", BODIES.values(), ids=BODIES.keys())
+def test_a_frozen_body_in_eval_mode_drops_what_it_drops_in_fits(make):
+    body = make().requires_grad_(False).eval()
+    net = nn.Sequential(body, nn.Dropout(0.3), nn.LazyLinear(3))
+    net(X)
+    bnn, hidden = bnn_of(net), []
+    bnn.net[0].register_forward_hook(lambda *args: hidden.append(args[-1].clone()))
+    bnn.fit([(X, torch.arange(6) % 3)], torch.optim.Adam, 2, progress=False)
+    for _ in range(2):
+        assert is_random(bnn)
+        bnn.eval()
+    for found in hidden:
+        torch.testing.assert_close(found, body(X))
+    bnn.net[0].train()
+    bnn.predict(X, num_predictions=2)
+    assert not torch.equal(hidden[-1], body(X))
+
+
+def test_dropout_of_frozen_nets():
+    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).eval()
+    assert is_random(bnn_of(net.requires_grad_(False)))  # there is nothing to fit
+    net[2].requires_grad_(True)
+    assert is_random(bnn_of(net))  # the dropout is not in a part that is frozen
+    bodies = nn.Sequential(nn.Sequential(*net[:2]), net[2])
+    with pytest.raises(ValueError, match="nothing drops"):
+        bnn_of(bodies).predict(X)
+
+
 def test_a_forward_is_a_draw_in_train_and_eval_mode():
     bnn = bnn_of(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3)))
     assert not torch.equal(bnn.eval()(X), bnn(X))

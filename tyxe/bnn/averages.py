@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from tyxe import check
-from tyxe.bnn.base import DEFAULT_DRAWS
+from tyxe.bnn.base import DEFAULT_DRAWS, frozen_parts
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_num_epochs
 from tyxe.bnn.outputs import Values
@@ -45,6 +45,10 @@ _FUNCTIONS = {getattr(F, name) for name in _NAMES.split()}
 # Those that these call.
 _NAMES_BELOW = "dropout feature_dropout alpha_dropout feature_alpha_dropout"
 _OPERATORS = {getattr(torch, name) for name in _NAMES_BELOW.split()}
+# The mode of a part without dropout: False in a condition, and told apart from False where a part
+# passes it on to functional dropout. Kernels that other layers pass it to take a bool alone.
+STILL: Any = 0
+_BOOL_ALONE = (nn.RNNBase, nn.RReLU)
 
 
 class DropoutBNN(VariationalBNN):
@@ -53,7 +57,8 @@ class DropoutBNN(VariationalBNN):
     A forward draws masks for every row, and each forward is one draw. `fit` is maximum likelihood
     with dropout; the optimiser's `weight_decay` acts as the prior. Dropout modules, dropout inside
     attention and recurrent layers, and functional dropout are random; everything else is in eval
-    mode. Arguments are those of `SupervisedBNN`, without prior.
+    mode. A frozen part in eval mode, such as a backbone under a trained head, drops nothing, as in
+    `fit`. Arguments are those of `SupervisedBNN`, without prior.
 
     Raises:
         ValueError: at the first forward, a net without active dropout.
@@ -106,15 +111,24 @@ class DropoutBNN(VariationalBNN):
     @contextmanager
     def _dropping(self) -> Iterator[None]:
         modes = modes_of(self) or {part: part.training for part in self.net.modules()}
-        dropping = [part for part in self.net.modules() if isinstance(part, _BY_MODE)]
-        modes = {**modes, **dict.fromkeys(dropping, True)}
-        with in_modes(self, modes), RandomDropout(self.net) as dropout:
+        still = self._without_dropout()
+        parts = [part for part in self.net.modules() if part not in still]
+        dropping = [part for part in parts if isinstance(part, _BY_MODE)]
+        modes = {**modes, **still, **dict.fromkeys(dropping, True)}
+        with in_modes(self, modes), RandomDropout(parts) as dropout:
             yield
         if not dropout.met:
             raise ValueError(
                 f"nothing drops in this {type(self.net).__name__}, so that all draws are one: give "
                 "it nn.Dropout layers with p above 0, or take tyxe.EnsembleBNN or tyxe.LaplaceBNN"
             )
+
+    def _without_dropout(self) -> dict[nn.Module, Any]:
+        """Return the parts that fits leave without dropout, and their modes."""
+        if not any(parameter.requires_grad for parameter in self.net.parameters()):
+            return {}  # there is no fit
+        still = [part for part in frozen_parts(self.net) if not part.training]
+        return {part: False if isinstance(part, _BOOL_ALONE) else STILL for part in still}
 
     def _draws_of_weights(self) -> int:
         return DEFAULT_DRAWS  # of masks
@@ -135,30 +149,40 @@ class RandomDropout(TorchFunctionMode):
     """Let functional dropout of a net drop in all modes, and count its uses in `met`.
 
     Dropout modules have to be in train mode too. A rate that a forward computes from its own
-    `training` flag, as for `scaled_dot_product_attention`, is not changed.
+    `training` flag, as for `scaled_dot_product_attention`, is not changed, and parts in the mode
+    `STILL` drop nothing.
+
+    Args:
+        parts: the modules that drop.
     """
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
         super().__init__()
         # Recurrent layers drop inside of one function.
-        recurrent = (part for part in net.modules() if isinstance(part, nn.RNNBase))
+        recurrent = (part for part in parts if isinstance(part, nn.RNNBase))
         self.met = sum(part.dropout > 0 for part in recurrent if part.num_layers > 1)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func in _FUNCTIONS:
             rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            self.met += rate > 0
-            args, kwargs = args[:2], {**kwargs, "training": True}
+            drops = self._drops(rate, args[2] if args[2:] else kwargs.get("training"))
+            args, kwargs = args[:2], {**kwargs, "training": drops}
         elif func in _OPERATORS:
-            x, rate = args[0] if args else kwargs["input"], args[1] if args[1:] else kwargs["p"]
-            self.met += rate > 0
-            args, kwargs = (x, rate, True), {}
+            names = ("input", "p", "train")
+            x, rate, mode = [*args, *(kwargs[name] for name in names[len(args) :])]
+            args, kwargs = (x, rate, self._drops(rate, mode)), {}
         elif func is F.multi_head_attention_forward:
             # As `nn.MultiheadAttention` calls it, with the rate by position.
-            self.met += args[10] > 0
-            kwargs["training"] = True
+            kwargs["training"] = self._drops(args[10], kwargs["training"])
         return func(*args, **kwargs)
+
+    def _drops(self, rate: float, mode: Any) -> bool:
+        drops = mode is not STILL
+        self.met += drops and rate > 0
+        return drops
 
 
 class SWAG_BNN(VariationalBNN):

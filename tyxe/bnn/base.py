@@ -92,6 +92,17 @@ def set_train_mode(bnn: BNN) -> None:
         part.training = modes.get(part, part.training)
 
 
+def frozen_parts(net: nn.Module, sites: Iterable[Tensor] = ()) -> list[nn.Module]:
+    """Return the parts of a net with parameters of which none is trained, and what they hold."""
+    fitted = {id(own) for own in sites}
+    found: list[nn.Module] = []
+    for part in net.modules():
+        own = [*part.parameters()]
+        if own and not any(p.requires_grad or id(p) in fitted for p in own):
+            found += part.modules()
+    return found
+
+
 class BNN(Saved, nn.Module):
     """Base of all wrappers: a net with a prior.
 
@@ -229,11 +240,8 @@ class BNN(Saved, nn.Module):
         # A net's own `train` may keep some of its parts in eval mode.
         modes = StandIn(self.net, self._outline, {}, {}).modes_by(lambda net: net.train(train))
         if train:
-            sites = {id(own) for own in self._in_places().values()}
-            for part in self.net.modules():
-                own = [*part.parameters()]
-                if own and not any(p.requires_grad or id(p) in sites for p in own):
-                    modes |= {inner: inner.training for inner in part.modules()}
+            frozen = frozen_parts(self.net, self._in_places().values())
+            modes |= {part: part.training for part in frozen}
         return modes
 
     def _fitted_modes(self) -> Modes:
