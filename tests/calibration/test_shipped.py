@@ -299,6 +299,19 @@ def test_calibrated_predictions_are_evaluated_by_weights(name, reduction):
     torch.testing.assert_close(wrapped.evaluate(loader, reduction=reduction), tuple(expected))
 
 
+def test_calibrated_heavy_tails_are_evaluated_as_such():
+    y = X.sum(1, keepdim=True) + torch.distributions.StudentT(3.0).sample((60, 1))
+    noise = tyxe.likelihoods.StudentT(60, scale=0.5, df=3.0)
+    bnn = tyxe.VariationalBNN(net(1), NORMAL, noise, AutoNormal)
+    factor = ScaleFactor().wrap(bnn, [(X, y)], num_predictions=0)
+    mean, std = factor.predict(X)
+    expected = torch.distributions.StudentT(3.0, mean, std / 3**0.5).log_prob(y).sum()
+    torch.testing.assert_close(factor.evaluate(X, y)[1], expected)
+    factor.calibrator.factor = 1.0
+    expected = bnn.evaluate(X, y, num_predictions=0)
+    torch.testing.assert_close(factor.evaluate(X, y), expected)
+
+
 @pytest.mark.parametrize("kind", ["Bernoulli", "Ordinal"])
 def test_tempered_labels_are_evaluated_as_classes(kind):
     y = CLASSES[0][1] if kind == "Ordinal" else CLASSES[0][1].float()[:, None]

@@ -18,7 +18,7 @@ from tyxe.bnn.batches import all_batches, device_for
 from tyxe.bnn.scoring import check_evaluation, predicted, reduced, weights_of
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
-from tyxe.likelihoods import Censored, HomoskedasticGaussian, Likelihood
+from tyxe.likelihoods import Censored, HomoskedasticGaussian, Likelihood, StudentT
 from tyxe.likelihoods.joint import check_is_one
 from tyxe.metrics.checks import check_probs, check_real, check_regression, check_targets
 
@@ -188,7 +188,8 @@ class Calibrated:
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood of calibrated predictions on data with targets.
 
-        For numbers, the log-likelihood is that of Normals with their means and scales.
+        For numbers, the log-likelihood is that of Normals with their means and scales, or with
+        `StudentT` of Student ts with these moments.
 
         Args:
             input_data, y, reduction, unpack: as in `evaluate` of a BNN.
@@ -203,7 +204,7 @@ class Calibrated:
         loader = self._plain._to_evaluate(input_data, unpack) if y is None else [(input_data, y)]
         batches = all_batches(loader, device_for(self._plain))
         likelihood, predictions, targets = predicted(self, batches, **options)
-        if isinstance(predictions, tuple):
+        if isinstance(predictions, tuple) and not isinstance(likelihood, StudentT):
             likelihood = HomoskedasticGaussian(scale=1.0, event_dim=likelihood.event_dim)
         error = likelihood.error(predictions, targets)
         log_likelihood = likelihood.log_likelihood(predictions, targets)
