@@ -8,7 +8,9 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+import torch.distributions as td
 
+import tyxe
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import (
     Bernoulli,
@@ -331,6 +333,25 @@ def test_names_and_dtypes_follow():
     assert "second.data" in trace.nodes
     assert trace.nodes["second.data"]["fn"].mean.dtype == torch.float64
     assert trace.nodes["second.data"]["scale"] == 3.0
+
+
+def test_a_noise_whose_prior_has_no_mean_in_closed_form():
+    transforms = td.transforms
+    shifted = [transforms.ExpTransform(), transforms.AffineTransform(0.1, 1.0)]
+    prior = dist.TransformedDistribution(dist.Normal(0.0, 0.5), shifted)
+    likelihood, before = HomoskedasticGaussian(6, scale=prior), torch.get_rng_state()
+    scale = likelihood.scale
+    assert likelihood.scale == scale
+    assert torch.equal(torch.get_rng_state(), before)
+    error = math.sqrt(math.expm1(0.25) * math.exp(0.25) / 1000)
+    assert abs(scale - 0.1 - math.exp(0.125)) < 4 * error
+    x, y = torch.randn(6, 2), torch.randn(6, 1)
+    guide = tyxe.guides.AutoNormal
+    bnn = tyxe.VariationalBNN(
+        torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood, guide, guide
+    )
+    bnn.fit([(x, y)], torch.optim.Adam, 2, progress=False)
+    assert bool(bnn.evaluate(x, y)[1].isfinite())
 
 
 # --- half precision -----------------------------------------------------------------------------

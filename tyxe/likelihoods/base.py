@@ -22,6 +22,7 @@ from tyxe.data import Targets, masked_targets, read_targets, trailing
 from tyxe.likelihoods import checks
 from tyxe.likelihoods.reductions import mean_of, reduce_points
 from tyxe.poutine.selective import masked_within
+from tyxe.rng import torch_rng_kept
 from tyxe.threads import exclusive
 from tyxe.util import at_least_float32, in_function_transform, is_real, precise
 
@@ -175,8 +176,11 @@ class Likelihood(nn.Module, ABC):
         return {}
 
     def prior_means(self) -> dict[str, Tensor]:
-        """Return the prior means of the likelihood's own variables, where only shapes matter."""
-        return {name: prior.mean for name, prior in self.latent_priors().items()}
+        """Return the prior means of the likelihood's own variables, where only shapes matter.
+
+        Where PyTorch has no mean, it is that of samples, the same in each call.
+        """
+        return {name: _mean_of_prior(prior) for name, prior in self.latent_priors().items()}
 
     def with_gradients(self, enabled: bool) -> Likelihood:
         """Return itself, or a copy whose parameters, such as a noise, record no gradients."""
@@ -436,3 +440,11 @@ class Likelihood(nn.Module, ABC):
         with exclusive():  # other threads set the generators back for a while
             drawn: Tensor = distribution.sample(torch.Size(sample_shape))
         return drawn
+
+
+def _mean_of_prior(prior: td.Distribution) -> Tensor:
+    try:
+        return prior.mean
+    except NotImplementedError:
+        with torch_rng_kept(0):
+            return prior.sample(torch.Size([1000])).mean(0)
