@@ -11,6 +11,7 @@ import torch.nn as nn
 from pyro.infer import autoguide
 from scipy import stats
 
+import tyxe
 from tests.oracles.programs import program
 from tyxe import guides
 from tyxe.guides.init import init_to_median
@@ -116,6 +117,19 @@ def test_pretrained_values_follow_the_site_and_not_the_net():
     found = started(start).get_loc("weight")
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), before, rtol=1e-6, atol=1e-7)
+
+
+def test_pretrained_values_of_single_weights_are_parts_of_the_whole_tensors():
+    net, trained = nn.Linear(4, 3), nn.Linear(4, 3)
+    prior = tyxe.priors.SubnetworkPrior(tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), 6, "random")
+    start = guides.PretrainedInitializer.from_net(trained)
+    noise = tyxe.likelihoods.HomoskedasticGaussian(1, scale=1.0)
+    for guide in (guides.AutoNormal, autoguide.AutoNormal):
+        builder = functools.partial(guide, init_loc_fn=start)
+        found = tyxe.VariationalBNN(net, prior, noise, builder).net_guide.median()
+        for name, elements in prior.elements(net).items():
+            expected = trained.get_parameter(name).take(elements)
+            torch.testing.assert_close(found[f"net.{name}"], expected)
 
 
 def test_pretrained_values_of_constrained_sites_are_values():

@@ -157,6 +157,8 @@ def init_to_normal_kaiming(site: Message | None = None, nonlinearity: str = "rel
 class PretrainedInitializer:
     """Start at given values, such as those of a trained net.
 
+    A site of single weights, as of a `SubnetworkPrior`, takes its own of the whole tensor.
+
     Args:
         values: tensors by the site's name, with or without the prefix of the joint model.
 
@@ -191,7 +193,11 @@ class PretrainedInitializer:
             raise ValueError(
                 f"there is no pre-trained value for {name!r}; there are {', '.join(self.values)}"
             )
-        return self.values[known[0]].to(_outline(site), copy=True)
+        outline, value = _outline(site), self.values[known[0]]
+        elements = site.get("infer", {}).get("elements")
+        if elements is not None and value.shape != outline.shape:
+            value = value.take(elements.to(value.device))
+        return value.to(outline, copy=True)
 
 
 def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:

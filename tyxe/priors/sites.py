@@ -173,6 +173,7 @@ class SitePriors(nn.Module):
         """Sample every site; arguments (a batch, as guides pass it) are ignored."""
         values: dict[str, Tensor] = {}
         draws: dict[int, Callable[[], Tensor]] = {}
+        chosen = dict(self.elements.items())
         for name, number in self._units:
             joint_name, prior, own = self.prefix + name, self._prior(number), self._own_values[name]
             is_fixed = isinstance(prior, td.Distribution)
@@ -188,6 +189,7 @@ class SitePriors(nn.Module):
                 "fans": self._fans[name],
                 # Empty while a fit has divided the parameters, in which no guide starts from it.
                 "own_value": self.part_of(name, own) if own.numel() else own,
+                "elements": chosen.get(name),
                 "is_drawn_anew": not is_fixed,
             }
             values[joint_name] = pyro.sample(joint_name, prior, infer=infer)
