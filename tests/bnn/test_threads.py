@@ -7,7 +7,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -20,6 +20,7 @@ from torch import nn
 import tyxe
 from tests.oracles import bnns
 from tests.oracles.bnns import ADAM, HIDE_NORMS, mean_field, two_layers
+from tyxe.bnn.passes import GROUPED, ReplayedDraws
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical
 from tyxe.threads import exclusive, handlers, module_local_params, unvalidated
@@ -187,6 +188,23 @@ def test_forwards_run_side_by_side(meanwhile):
         first = pool.submit(USES["predict"], bnn)
         second = pool.submit(USES[meanwhile], bnn)
         assert first.result().shape == second.result().shape == (30, 3)
+
+
+@pytest.mark.parametrize("numbers", [GROUPED, GROUPED + 1])
+def test_large_draws_are_made_side_by_side(numbers):
+    """Small ones are made at once, while no other thread draws; the numbers are the same."""
+    is_locked: list[bool] = []
+
+    def draws(count: int) -> Iterator[torch.Tensor]:
+        for _ in range(count):
+            is_locked.append(exclusive()._is_owned())
+            yield torch.randn(numbers)
+
+    torch.manual_seed(0)
+    found = [*ReplayedDraws().over(draws(2), numbers)]
+    torch.manual_seed(0)
+    assert all(map(torch.equal, found, [torch.randn(numbers) for _ in range(2)]))
+    assert is_locked == [numbers <= GROUPED] * 2
 
 
 def test_a_forward_that_begins_to_draw_lets_no_other_thread_draw():

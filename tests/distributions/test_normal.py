@@ -47,6 +47,15 @@ def test_a_factorized_normal_is_an_independent_normal():
     assert bool(((z.var(0) - 1).abs() < 6 * math.sqrt(2 / 4000)).all())
 
 
+def test_what_is_made_without_gradients_forms_its_scale_once():
+    loc, log_scale = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    with torch.no_grad():
+        q = FactorizedNormal(loc, log_scale)
+        assert q.scale is q.scale
+        assert q.variance is q.variance
+    assert FactorizedNormal(loc, log_scale).scale.requires_grad
+
+
 def test_pruned_normals_count_what_is_kept():
     loc, log_scale = randn(2, 3), randn(2, 3)
     kept = torch.tensor([[True, False, True], [False, False, True]])

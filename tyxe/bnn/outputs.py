@@ -121,10 +121,7 @@ class PosteriorBNN(BNN):
 
     @abstractmethod
     def _draws(self, num_predictions: int) -> Iterator[Values]:
-        """Yield draws from the posterior: a value for each site, by joint name.
-
-        The tensors of one draw may be overwritten by the next.
-        """
+        """Yield draws from the posterior: a value for each site, by joint name."""
 
     @abstractmethod
     def _mean_values(self) -> Values:
@@ -204,7 +201,7 @@ class PosteriorBNN(BNN):
             return iter([self._mean_values()])
         if (at_once := self._at_once(num_predictions)) is not None:
             return itertools.chain.from_iterable(map(unstacked, again.over(at_once)))
-        return again.over(self._draws(num_predictions))
+        return again.over(self._draws(num_predictions), self._size_of_draw())
 
     def _stacks(self, num_predictions: int, again: ReplayedDraws) -> Iterator[Values]:
         """Yield what `_draws_or_mean` does in stacks, of which each fits into memory."""
@@ -218,8 +215,10 @@ class PosteriorBNN(BNN):
 
     def _most_drawn(self) -> int:
         """Return how many draws are stacked at a time."""
-        size = sum(shape.numel() for shape in self._site_shapes().values())
-        return max(1, MOST_DRAWN[self._like.device.type == "cpu"] // max(1, size))
+        return max(1, MOST_DRAWN[self._like.device.type == "cpu"] // self._size_of_draw())
+
+    def _size_of_draw(self) -> int:
+        return max(1, sum(shape.numel() for shape in self._site_shapes().values()))
 
     def _at_once(self, num_predictions: int) -> Iterator[Values] | None:
         """Return stacks of draws that one call makes for each site, or None if draws are single.

@@ -26,6 +26,10 @@ from tyxe.util import Inputs, at_each, in_function_transform, kind_of_batch, sam
 T = TypeVar("T")
 
 
+# Draws of at most so many numbers together are made at once.
+GROUPED = 2**16
+
+
 class ReplayedDraws:
     """Draws that are the same for each batch of one call.
 
@@ -38,7 +42,7 @@ class ReplayedDraws:
         self.is_replayed = is_replayed
         # Of the norms of the net at each draw, a list to fill.
         self.statistics: list[Any] = []
-        # The random numbers of each draw, of which the last is where the next one starts.
+        # The random numbers of each group of draws, of which the last is where the next starts.
         self._streams: list[RandomStream] = []
 
     def start(self) -> None:
@@ -46,18 +50,24 @@ class ReplayedDraws:
         if not self._streams:
             self._streams = [RandomStream.branch()]
 
-    def over(self, draws: Iterator[T]) -> Iterator[T]:
-        """Yield the draws that an iterator makes, from the same random numbers in each call."""
+    def over(self, draws: Iterator[T], numbers: int = GROUPED) -> Iterator[T]:
+        """Yield the draws that an iterator makes, from the same random numbers in each call.
+
+        `numbers` is how many there are in a draw. Small draws are made in groups, while no other
+        thread draws. During large ones others go on.
+        """
         self.start()
+        is_apart = self.is_replayed or numbers > GROUPED
+        count = max(1, GROUPED // max(1, numbers))
         for index in itertools.count():
             stream = self._streams[index].copy() if self.is_replayed else self._streams[0]
-            with stream if self.is_replayed else stream.as_generators():
-                draw = next(draws, None)
-            if draw is None:
+            with stream if is_apart else stream.as_generators():
+                group = [*itertools.islice(draws, count)]
+            if not group:
                 return
             if self.is_replayed and index + 1 == len(self._streams):
                 self._streams.append(stream)
-            yield draw
+            yield from group
 
 
 # Those of the member of an ensemble, whose batches are one call each.

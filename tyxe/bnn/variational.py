@@ -8,6 +8,7 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
+import torch.distributions as td
 from torch import Tensor, nn
 
 from tyxe.bnn.checkpoint import History
@@ -28,7 +29,7 @@ from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.processes import Parallel
-from tyxe.threads import exclusive
+from tyxe.threads import exclusive, handlers
 from tyxe.util import Inputs, outside_inference
 
 GuideBuilder = Callable[[Callable[..., Any]], Any]
@@ -111,12 +112,16 @@ class VariationalBNN(TrainedBNN):
 
     def _draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws of the guide, whose posterior is computed once for all of them."""
-        programs = []
-        for part in self._guides():
-            posterior = part.posterior()
-            draw = functools.partial(Guide.sample_from, posterior) if posterior else part
-            programs.append(draw)
+        posteriors = [part.posterior() for part in self._guides()]
+        joined = _joined(posteriors)
+        programs = [
+            part if posterior is None else functools.partial(Guide.sample_from, posterior)
+            for part, posterior in zip(self._guides(), posteriors, strict=True)
+        ]
         for _ in range(num_predictions):
+            if joined is not None and not handlers():
+                yield Guide.draw_from(joined)
+                continue
             with poutine.trace() as trace:
                 for program in programs:
                     program()
@@ -124,11 +129,8 @@ class VariationalBNN(TrainedBNN):
 
     def _sampler(self) -> Callable[[int], Values] | None:
         """Return what draws from the guides' posteriors, where these have closed forms."""
-        posteriors = [part.posterior() for part in self._guides()]
-        if None in posteriors:
-            return None
-        joined = {name: q for posterior in posteriors for name, q in (posterior or {}).items()}
-        return functools.partial(Guide.draw_from, joined)
+        joined = _joined([part.posterior() for part in self._guides()])
+        return None if joined is None else functools.partial(Guide.draw_from, joined)
 
     def _one_draw(self) -> Values:
         return next(iter(self._draws(1)))
@@ -314,6 +316,16 @@ def build_guide(
     if not has_sites:
         raise ValueError(f"{what} no variables, so the {argument} has nothing to do: leave it out")
     return PyroGuide.build(builder, program)
+
+
+def _joined(posteriors: Iterable[Mapping[str, Any] | None]) -> dict[str, td.Distribution] | None:
+    """Return guides' posteriors by site, or None if one of them has no closed form."""
+    found: dict[str, td.Distribution] = {}
+    for posterior in posteriors:
+        if posterior is None:
+            return None
+        found |= posterior
+    return found
 
 
 def values_of(trace: Any) -> Values:

@@ -243,9 +243,11 @@ class Guide(AnyGuide):
         return values
 
     @staticmethod
-    def draw_from(posterior: Mapping[str, td.Distribution], count: int) -> dict[str, Tensor]:
-        """Draw every site `count` times at once, `(count, ...)`, without a Pyro program."""
-        size = torch.Size([count])
+    def draw_from(
+        posterior: Mapping[str, td.Distribution], count: int | None = None
+    ) -> dict[str, Tensor]:
+        """Draw every site, or `count` times at once, `(count, ...)`, without a Pyro program."""
+        size = torch.Size([] if count is None else [count])
         parts: dict[str, Tensor] = {}
         for name, q in posterior.items():
             if isinstance(q, JointMarginal):
