@@ -20,6 +20,7 @@ from tyxe.guides import AutoNormal
 from tyxe.threads import handlers
 
 X, Y = torch.randn(6, 3), torch.randn(6, 3)
+HANDLERS = [tyxe.poutine.local_reparameterization, tyxe.poutine.flipout]
 
 
 class Adjoint(torch.autograd.Function):
@@ -144,6 +145,18 @@ def guided_forward(bnn: Any) -> None:
     (bnn.guided_forward(X) - Y).square().sum().backward()
 
 
+@pytest.mark.parametrize("handler", [nullcontext, *HANDLERS])
+def test_particles_of_a_checkpointed_net_meet_each_its_own_draws(handler):
+    found, sgd = [], partial(torch.optim.SGD, lr=0.1)
+    for how in ("plain", "checkpoint"):
+        bnn = of_net(net(how))
+        pyro.set_rng_seed(1)
+        with handler():
+            loss = bnn.fit([(X, Y)], sgd, 3, num_particles=2).loss
+        found.append([torch.tensor(loss), *(p.detach() for p in bnn.parameters())])
+    assert_same(*found)
+
+
 class Field(nn.Linear):
     def forward(self, t, x):
         return super().forward(x).tanh()
@@ -191,9 +204,6 @@ def test_a_bnn_inside_of_an_adjoint_names_the_cause(is_followed: bool):
     out = bnn(out) if is_followed else out
     with pytest.raises(RuntimeError, match="run again in the backward"):
         out.sum().backward()
-
-
-HANDLERS = [tyxe.poutine.local_reparameterization, tyxe.poutine.flipout]
 
 
 class Reentrant(Flow):

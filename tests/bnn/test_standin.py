@@ -376,6 +376,37 @@ def test_forwards_leave_a_bnn_as_it_was(name: str, lazy: bool, train: bool) -> N
     assert_equal(snapshot(bnn), before)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(sorted(NETS.keys() - SKIPPED)),
+    st.sampled_from([ValueError, KeyboardInterrupt]),
+    st.randoms(use_true_random=False),
+)
+def test_errors_inside_of_nets_of_all_kinds_leave_a_bnn_as_it_was(
+    name: str, error: type[BaseException], chance: Any
+) -> None:
+    make, inputs = NETS[name]
+    torch.manual_seed(0)
+    bnn, batch, stops = wrapped(make(3)).eval(), inputs(), []
+    values = {name: value.detach() for name, value in leaves(bnn).items()}
+    called: list[nn.Module] = []
+
+    def hook(part: nn.Module, *_: Any) -> None:
+        called.append(part)
+        if len(called) in stops:
+            raise error
+
+    for part in bnn.net.modules():
+        part.register_forward_hook(hook)
+    bnn._run_net(values, batch)  # what a first forward sets stays
+    stops.append(chance.randint(1, len(called)))
+    called.clear()
+    before = snapshot(bnn)
+    with pytest.raises(error):
+        bnn._run_net(values, batch)
+    assert_equal(snapshot(bnn), before)
+
+
 @pytest.mark.parametrize(("scale", "error"), [(1.0, ValueError), (1e9, KeyboardInterrupt)])
 def test_exceptions_and_interrupts_leave_a_bnn_as_it_was(scale: float, error: Any) -> None:
     bnn = wrapped(Fails())
