@@ -284,16 +284,17 @@ def test_hooks_stay_the_users_objects() -> None:
             self.append(output)
 
     bnn, recorder = wrapped(Hooked()), Recorder()
+    # Bound to a part, after the look at it: beside another of this kind, and by itself.
+    later = [part.register_forward_hook(bnn.net.shift) for part in (bnn.net.first, bnn.net.last)]
     handle = bnn.net.last.register_forward_hook(recorder)
-    later = bnn.net.first.register_forward_hook(bnn.net.shift)  # bound to a part, after the look
     values = leaves(bnn)
     found = bnn._run_net(values, (X,))
     assert torch.equal(recorder[0], found)
     w, b, v, c = values.values()
-    expected = torch.tanh(X @ w.T + b + 2 * c.sin()) @ v.T + c
+    expected = torch.tanh(X @ w.T + b + 2 * c.sin()) @ v.T + c + c.sin()
     torch.testing.assert_close(found, expected)
-    handle.remove()
-    later.remove()
+    for one in (handle, *later):
+        one.remove()
     bnn(X)
     assert len(recorder) == 1
 
