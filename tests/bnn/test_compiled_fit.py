@@ -14,7 +14,14 @@ from tests.oracles.nets import NetOf
 from tests.oracles.rejections import rejects
 from tyxe import program as programs
 from tyxe.likelihoods import Categorical
-from tyxe.poutine import flipout, local_reparameterization, variational_laplace
+from tyxe.poutine import (
+    flipout,
+    local_reparameterization,
+    report,
+    selective_mask,
+    selective_scale,
+    variational_laplace,
+)
 from tyxe.program import has_compiler
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
@@ -47,6 +54,12 @@ def variational(guide, size=24):
     return tyxe.VariationalBNN(net(), prior, Categorical(size), guide)
 
 
+def pruned():
+    bnn = NORMALS()
+    tyxe.guides.prune_(bnn.net_guide, keep=0.5)
+    return bnn
+
+
 def smooth():
     torch.manual_seed(0)
     return mean_field(mlp(3, 8, 3), Categorical(24))
@@ -72,6 +85,7 @@ NORMALS = functools.partial(variational, tyxe.guides.AutoNormal)
 CASES = {
     **{name: (functools.partial(variational, guide), {}) for name, guide in GUIDES.items()},
     "Laplace": (lambda: tyxe.LaplaceBNN(net(), NORMAL, Categorical(24), structure="diag"), {}),
+    "pruned": (pruned, {}),
     "no posterior": (lambda: tyxe.VariationalBNN(net(), NOTHING, Categorical(24)), {}),
     "particles": (NORMALS, {"num_particles": 3}),
     "accumulated": (NORMALS, {"accumulate_steps": 2}),
@@ -91,6 +105,20 @@ def test_further_shapes_run_uncompiled(traced, monkeypatch):
     data = list(zip(X.split([4, 5, 6, 9]), Y.split([4, 5, 6, 9]), strict=True))
     assert_same(NORMALS, data)
     assert len(traced) == 2
+
+
+OTHERS = {
+    "report": report,
+    "mask": lambda: selective_mask(mask=torch.arange(12) % 3 > 0, expose=["likelihood.data"]),
+    "scale": lambda: selective_scale(scale=0.3, expose=["0.weight"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_handlers_that_draw_nothing_give_the_same_numbers(name, traced):
+    with OTHERS[name]():
+        assert_same(NORMALS)
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize("handler", [local_reparameterization, flipout])
@@ -125,6 +153,16 @@ def test_what_is_no_program_runs_as_it_is(traced):
         history, _ = fitted(make, compile=True)
     (said,) = [str(w.message) for w in caught if "compile=True" in str(w.message)]
     assert "steps are no program, and run uncompiled: It appears" in said
+    assert history.loss == fitted(make)[0].loss
+
+
+def test_members_that_take_turns_run_as_they_are(traced):
+    """A program would always train the one that it was traced with."""
+    sizes = {"inducing_rows": 3, "inducing_cols": 2, "everywhere": True}
+    guide = functools.partial(tyxe.guides.AutoInducing, q_inducing="ensemble", **sizes)
+    make = functools.partial(variational, guide)
+    with pytest.warns(tyxe.TyxeWarning, match="hooks of the gradients .* would not run"):
+        history, _ = fitted(make, compile=True)
     assert history.loss == fitted(make)[0].loss
 
 

@@ -121,6 +121,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "likelihood": lambda b: setattr(b.likelihood, "dataset_size", 24),
     "guide": lambda b: setattr(b.net_guide, "max_scale", 0.5),
     "what is trained": lambda b: b.net_guide.locs["head.bias"].requires_grad_(False),
+    "pruned weights": lambda b: tyxe.guides.prune_(b.net_guide, keep=0.5),
     "dtype": lambda b: b.double(),
 }
 HANDLERS: list[Callable[[], Any]] = [
