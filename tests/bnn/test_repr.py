@@ -6,6 +6,7 @@ import functools
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import tyxe
@@ -40,6 +41,11 @@ def test_parts_are_named_and_weights_counted():
         "likelihood guide": "AutoNormal",
         "state": "not fitted",
     }
+
+
+def test_a_guide_of_pyro_has_its_name():
+    bnn = tyxe.VariationalBNN(nn.Linear(2, 3), NORMAL, Categorical(4), AutoDelta)
+    assert lines(bnn)["guide"] == "AutoDelta"
 
 
 def test_the_net_is_shown_as_torch_shows_it():

@@ -182,7 +182,7 @@ class BNN(Saved, nn.Module):
         return {
             "prior": self.prior,
             "random weights": f"{sum(sites):,} of {total:,}, in {len(sites)} sites",
-            **{name: type(guide).__name__ for name, guide in found.items() if guide is not None},
+            **{name: guide._get_name() for name, guide in found.items() if guide is not None},
             "state": self._stage,
         }
 
