@@ -121,8 +121,10 @@ def _rising(num_epochs: int, epoch: int) -> float:
     return float(FIRST_BETA ** (1 - done))
 
 
-# Fewer held-out rows say nothing of a temperature, the logarithm of which has a Normal prior.
-FEWEST_HELD_OUT, SPREAD_OF_TEMPERATURE = 10, 0.35
+# Fewer held-out rows say nothing. In a table of numbers with `SMALL` rows or more, as many are
+# held out anyway: with the whole KL from the first epoch, a fit may predict the mean of its rows.
+FEWEST_HELD_OUT, SMALL = 10, 50
+SPREAD_OF_TEMPERATURE = 0.35  # of its logarithm, which has a Normal prior
 
 
 def _temperature(logits: Tensor, y: Tensor, weights: Any = 1.0) -> float:
@@ -260,7 +262,10 @@ class _Estimator(BaseEstimator):
 
     def _held_out(self, y: Tensor, fraction: float, seed: int) -> Tensor:
         """Return the places of rows that are kept from the fit, as large a part of each class."""
-        y = y.new_zeros(len(y), dtype=torch.long) if y.is_floating_point() else y
+        if y.is_floating_point():
+            y = y.new_zeros(len(y), dtype=torch.long)
+            if fraction and len(y) >= SMALL:
+                fraction = max(fraction, FEWEST_HELD_OUT / len(y))
         draws = torch.Generator("cpu").manual_seed(seed)
         order = torch.randperm(len(y), generator=draws, device="cpu")
         order = order[y[order].argsort(stable=True)]
@@ -315,7 +320,8 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         num_predictions: draws of the weights in a prediction, by default as in `predict` of a BNN.
         standardize: scale inputs and targets of the net to mean 0 and standard deviation 1.
         validation_fraction: share of rows that are held out to choose `beta`, or with `"dropout"`
-            the epoch; at most a half. If they are fewer than ten, none are held out.
+            the epoch; at most a half. If they are fewer than ten, ten are held out of fifty rows or
+            more, and none of fewer.
         device: where to fit and predict, such as `"cuda:1"`; `"auto"` is CUDA if there is one, else
             the CPU; by default where the net is. Results are NumPy arrays.
         random_state: seed of fit and predictions; the global generators stay as they are.
