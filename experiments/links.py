@@ -1,12 +1,15 @@
 """Links from Gaussian logits to class probabilities, beside many samples of the logits.
 
-  fashion  FashionMNIST: a last layer on the net of MAP, both as the leaderboard has chosen them
-  digits   scikit-learn's digits, some rows of them to train: all weights of `BayesianClassifier`,
-           at the precision of largest evidence and before its temperature
+  fashion     FashionMNIST: a last layer on the net of MAP, both as the leaderboard has chosen them
+  digits-cnn  the same for scikit-learn's digits 0 to 7
+  digits      scikit-learn's digits, some rows of them to train: all weights of
+              `BayesianClassifier`, at the precision of largest evidence and before its temperature
 
 All links have the same means and covariances of test points, in double precision. The mode is the
 softmax of the means. The total variation is the distance from the first row, mean over points.
 """
+
+from functools import partial
 
 import common
 import leaderboard
@@ -24,15 +27,15 @@ RESULTS = runner.Path(__file__).with_name("results")
 FORMS = {"NLL": ".3f", "ECE %": ".1f", "total variation": ".3f"}
 
 
-def last_layer(s, seed):
+def last_layer(name, s, seed):
     """Return a BNN of the leaderboard's choices, and inputs and targets to test."""
     found = runner.Record(RESULTS / "leaderboard.json", leaderboard.by).read().cells
     method = METHODS["Laplace, last layer"]
-    how = leaderboard.chosen(found, "fashion", method.start)
-    start, _ = leaderboard.trained(s, "fashion", method.start, seed, *how, 1.0)
-    own = problem(s, "fashion", seed)
+    how = leaderboard.chosen(found, name, method.start)
+    start, _ = leaderboard.trained(s, name, method.start, seed, *how, 1.0)
+    own = problem(s, name, seed)
     runner.pyro.set_rng_seed(seed)
-    how = leaderboard.chosen(found, "fashion", "Laplace, last layer")
+    how = leaderboard.chosen(found, name, "Laplace, last layer")
     (x,), y = own.parts["test"]
     return method.fit(Case(own, s, start, *how)).bnn, x, y
 
@@ -50,7 +53,11 @@ def all_layers(s, seed):
     return bnn, torch.as_tensor(scaler.transform(x_test)), torch.as_tensor(y_test)
 
 
-FITS = {"fashion": last_layer, "digits": all_layers}
+FITS = {
+    "fashion": partial(last_layer, "fashion"),
+    "digits-cnn": partial(last_layer, "digits"),
+    "digits": all_layers,
+}
 
 
 def run(s, data, seed):
