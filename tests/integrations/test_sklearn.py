@@ -675,3 +675,12 @@ def test_weights_that_are_no_weights_are_errors():
     x, y = classes()
     with pytest.raises(ValueError, match="is 1; expected 2 or more: y has only 1 class, no"):
         BayesianClassifier(**SHORT).fit(x, y, y == "no")
+
+
+def test_weights_that_sum_to_one_are_almost_no_data():
+    x, y = classes()
+    weights = np.full(len(y), 1 / len(y))
+    with pytest.warns(tyxe.TyxeWarning, match=r"sums to 1 over 40 rows.*divide it by its mean"):
+        BayesianClassifier(**SHORT).fit(x, y, weights)
+    BayesianClassifier(**SHORT).fit(x, y, weights / weights.mean())
+    BayesianClassifier(**SHORT).fit(x, y, np.where(np.arange(len(y)) % 20, 0.0, 1.0))

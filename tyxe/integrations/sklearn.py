@@ -32,6 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from tyxe import check, guides, metrics, poutine, samplers, util
 from tyxe.bnn import MCMC_BNN, SWAG_BNN, DropoutBNN, EnsembleBNN, LaplaceBNN, VariationalBNN
+from tyxe.errors import warn
 from tyxe.likelihoods import (
     Categorical,
     HeteroskedasticGaussian,
@@ -200,6 +201,7 @@ class _Estimator(BaseEstimator):
             X: inputs.
             y: targets.
             sample_weight: how often each row counts, `(n,)`: 2 is the row twice, 0 its absence.
+                Divide weights that sum to one by their mean.
 
         Raises:
             ValueError: weights that are negative, or not one for each row.
@@ -211,6 +213,12 @@ class _Estimator(BaseEstimator):
         if sample_weight is not None:
             weights = _check_sample_weight(sample_weight, X, ensure_non_negative=True)
             X, y, weights = (each[weights > 0] for each in (X, y, weights))
+            if weights.sum() < 2 <= len(weights):
+                warn(
+                    f"sample_weight sums to {weights.sum():.3g} over {len(weights)} rows. It is "
+                    "how often each row counts, so that all rows count like so few, and "
+                    "predictions are nearly those of the prior: divide it by its mean"
+                )
         y, size, likelihood, fitted = self._targets(y, weights)
         held_out = self._held_out(y, self._fraction(method), seed)
         seen = torch.ones(len(y), dtype=torch.bool, device="cpu").index_fill_(0, held_out, False)
