@@ -23,6 +23,7 @@ import tyxe
 from tests.oracles.bnns import NORMAL
 from tests.oracles.nets import ReadLast
 from tests.soak.nets import NETS
+from tyxe.bnn import base
 from tyxe.guides import AutoNormal
 from tyxe.util import call_with
 
@@ -297,6 +298,14 @@ def test_hooks_stay_the_users_objects() -> None:
         one.remove()
     bnn(X)
     assert len(recorder) == 1
+
+
+def test_draws_of_a_prediction_share_one_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    bnn, made, plain = wrapped(Body()).eval(), [], base.StandIn
+    bnn.predict(X, num_predictions=3)
+    monkeypatch.setattr(base, "StandIn", lambda *given: made.append(1) or plain(*given))
+    assert bnn.predict(X, num_predictions=5).std(0).all()
+    assert made == [1]
 
 
 # --------------------------------------------------------------------------- what a forward leaves
