@@ -20,7 +20,7 @@ from torch.nn.utils import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import tyxe
-from tests.oracles.bnns import NORMAL
+from tests.oracles.bnns import NORMAL, mean_field
 from tests.oracles.nets import ReadLast
 from tests.soak.nets import NETS
 from tyxe.bnn import base
@@ -300,11 +300,16 @@ def test_hooks_stay_the_users_objects() -> None:
     assert len(recorder) == 1
 
 
-def test_draws_of_a_prediction_share_one_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    bnn, made, plain = wrapped(Body()).eval(), [], base.StandIn
-    bnn.predict(X, num_predictions=3)
+@pytest.mark.parametrize("kind", ["PytorchBNN", "VariationalBNN"])
+def test_draws_of_a_prediction_share_one_stand_in(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bnn, made, plain = wrapped(Body()), [], base.StandIn
+    if kind == "VariationalBNN":
+        bnn = mean_field(Body(), tyxe.likelihoods.Categorical(6))
+    bnn.eval().predict(X, num_predictions=3)
     monkeypatch.setattr(base, "StandIn", lambda *given: made.append(1) or plain(*given))
-    assert bnn.predict(X, num_predictions=5).std(0).all()
+    assert bnn.predict(X, num_predictions=5).shape[-1] == 3
     assert made == [1]
 
 
