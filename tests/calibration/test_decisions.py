@@ -37,7 +37,7 @@ def risk_above(thresholds):
 @pytest.mark.filterwarnings("ignore:nothing is answered")
 def test_the_risk_is_kept_in_as_many_data_sets_as_said():
     torch.manual_seed(0)
-    risk, delta, repetitions = 0.05, 0.1, 500
+    risk, delta, repetitions = 0.05, 0.1, 1_000
     fits = [RiskControl(risk, delta).fit(*points(1_000)).threshold for _ in range(repetitions)]
     thresholds = torch.tensor(fits, dtype=torch.float64)
     answers = thresholds < math.inf
