@@ -30,6 +30,10 @@ def mean_field(likelihood=NOISE, outputs=1):
     return tyxe.VariationalBNN(net(outputs), NORMAL, likelihood, AutoNormal)
 
 
+def dropout():
+    return tyxe.DropoutBNN(nn.Sequential(net(), nn.Dropout(0.1)), NOISE)
+
+
 @functools.cache
 def laplace(steps=1, dtype=torch.float32):
     torch.manual_seed(0)
@@ -107,6 +111,12 @@ BAD = {
         RuntimeError,
         "is invalid",
         lambda: BoTorchBNN(mean_field(outputs=2))(torch.zeros(1, 2)),
+    ),
+    "dropout": (TypeError, "has dropout", lambda: BoTorchBNN(dropout())),
+    "an ensemble of dropout": (
+        TypeError,
+        "has dropout",
+        lambda: BoTorchBNN(tyxe.EnsembleBNN(lambda _: dropout(), 2)),
     ),
     "no draws": (ValueError, "expected 1 or more", lambda: BoTorchBNN(mean_field(), num_draws=0)),
     "classes": (

@@ -8,6 +8,7 @@ from botorch.models.ensemble import EnsembleModel
 from torch import Tensor
 
 from tyxe import check
+from tyxe.bnn import DropoutBNN
 from tyxe.rng import torch_rng_kept
 
 
@@ -21,15 +22,16 @@ class BoTorchBNN(EnsembleModel):
     model uses the new posterior.
 
     Args:
-        bnn: a BNN of real numbers or counts, with any wrapper except `DropoutBNN`, whose masks
-            depend on the number of candidates. BoTorch maximises: fit to `-y` to find a minimum.
+        bnn: a BNN of real numbers or counts, with any wrapper except `DropoutBNN`, whose masks are
+            other ones for each candidate. BoTorch maximises: fit to `-y` to find a minimum.
         num_draws: number of draws; for an ensemble, of each member.
         num_outputs: number of targets.
         seed: the seed of the draws.
         options: those of `bnn.predict`, such as `predictive="glm"`.
 
     Raises:
-        TypeError: the targets are classes, or those of a `Joint` (from the first call).
+        TypeError: a `DropoutBNN`; the targets are classes, or those of a `Joint` (from the first
+            call).
         RuntimeError: the net has another number of outputs (from the first call).
 
     Example:
@@ -46,6 +48,11 @@ class BoTorchBNN(EnsembleModel):
     def __init__(
         self, bnn: Any, num_draws: int = 64, num_outputs: int = 1, seed: int = 0, **options: Any
     ) -> None:
+        if any(isinstance(one, DropoutBNN) for one in getattr(bnn, "members", [bnn])):
+            raise TypeError(
+                "bnn has dropout, whose masks are other ones for each candidate, so that a sample "
+                "is no function: take an EnsembleBNN, a LaplaceBNN or a VariationalBNN"
+            )
         weights = getattr(bnn, "weights", None)  # of an ensemble's members
         num_draws = check.count("num_draws", num_draws)
         super().__init__(
