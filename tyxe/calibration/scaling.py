@@ -85,9 +85,9 @@ class TemperatureScaling(Calibrator):
 
 
 class ScaleFactor(Calibrator):
-    """Standard deviations times the factor with the best log-likelihood of held-out data.
+    """Standard deviations times the factor with the best Gaussian log-likelihood of held-out data.
 
-    For a Gaussian it is `sqrt(mean ((y - mu) / sigma)^2)`. Predictions are `(mean, scale)`, of BNNs
+    It is `sqrt(mean ((y - mu) / sigma)^2)`. Predictions are `(mean, scale)`, of BNNs
     with other forms of predictions as well.
 
     Attributes:
