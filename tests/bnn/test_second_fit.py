@@ -40,7 +40,7 @@ def scaled(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
 class Net(nn.Module):
     """A net with a rate, a number, a tensor that is no buffer, and more beside its tensors."""
 
-    shift = 0.0
+    shift, pair = 0.0, [1.0]
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.factor * self.head(self.body(x)) + self.options["shift"] + self.shift
         found = self.function(self.act(found)) * self.terms * float(self.array[0]) * self.slots.rate
-        return found * self.constant + self.offset
+        return found * self.constant * self.pair[0] + self.offset
 
 
 def make() -> tyxe.VariationalBNN:
@@ -90,10 +90,15 @@ def test_a_second_fit_compiles_nothing_even_for_new_numbers(traced: list[Any]) -
     torch.testing.assert_close(*found)
 
 
+PLAIN = Net.forward
+
+
 @pytest.fixture(autouse=True)
-def one_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a change of the default end with its test."""
+def one_net(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let changes of the function and the class end with their test."""
     monkeypatch.setattr(scaled, "__defaults__", (1.0,))
+    monkeypatch.setattr(Net, "pair", [1.0])
+    monkeypatch.setattr(Net, "forward", PLAIN)
 
 
 OTHER = type("Other", (Net,), {"shift": 1.0})
@@ -113,7 +118,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "attribute named as one of ours": lambda b: setattr(b.net, "terms", 3.0),
     "array in place": lambda b: b.net.array.__setitem__(0, 2.0),
     "slot": lambda b: setattr(b.net.slots, "rate", 2.0),
-    "attribute of the class": lambda b: setattr(b.net, "__class__", OTHER),
+    "class": lambda b: setattr(b.net, "__class__", OTHER),
+    "list of the class in place": lambda b: Net.pair.__setitem__(0, 2.0),
+    "attribute of the class": lambda b: setattr(Net, "pair", [3.0]),
+    "method of the class": lambda b: setattr(Net, "forward", lambda *given: PLAIN(*given)),
     "default of a function": lambda b: setattr(b.net.function, "__defaults__", (2.0,)),
     "forward": lambda b: setattr(b.net, "forward", partial(Net.forward, b.net)),
     "kind of prior": lambda b: b.update_prior(IIDPrior(dist.Laplace(0.0, 1.0))),

@@ -131,10 +131,10 @@ class _Description:
 
 
 def _attributes_of(one: Any) -> dict[str, Any]:
-    """Return an object's attributes: its own, and plain ones of its class if that is a user's."""
+    """Return an object's attributes: its own, and those of its class if that is a user's."""
     own = type(one).__mro__
     kinds = [k for k in reversed(own) if k.__module__.partition(".")[0] not in _LIBRARIES]
-    found = {n: v for kind in kinds for n, v in vars(kind).items() if type(v) in _NUMBERS}
+    found = {n: v for kind in kinds for n, v in vars(kind).items() if n not in _OF_CLASSES}
     slots = [name for kind in own for name in _slots_of(kind) if hasattr(one, name)]
     return found | {name: getattr(one, name) for name in slots} | getattr(one, "__dict__", {})
 
@@ -146,7 +146,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 _LIBRARIES = {"builtins", "torch", "pyro", "tyxe", "collections", "abc", "typing"}
-_NUMBERS = (bool, int, float, complex, str)
+_OF_CLASSES = {*vars(type("Plain", (), {})), "__annotations__", "_abc_impl"}
 
 
 def _content_of(cell: Any) -> Any:
