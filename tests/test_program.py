@@ -80,6 +80,13 @@ def test_operations_that_depend_on_numbers_are_refused(refused, message):
     assert torch.is_tensor(Program(refused, torch.ones(3))(torch.ones(3))[0])
 
 
+@pytest.mark.parametrize("places", [torch.tensor([0, 2, 2]), torch.zeros(2, 2, dtype=torch.int32)])
+def test_rows_at_places_are_a_program(places):
+    program = Program(lambda x: (x[places], x[:, places]), torch.ones(3, 3), how="traced")
+    x = torch.randn(3, 3)
+    assert all(map(torch.equal, program(x), (x[places], x[:, places])))
+
+
 def test_functions_of_tensors_alone_are_repeatable():
     position = torch.randn(4, 3, dtype=torch.double)
     check_repeatable(batched(lambda w: w.sin().sum(), position), position)

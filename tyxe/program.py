@@ -293,7 +293,7 @@ def _traced(
         tags = (_VARYING if draws else {*_VARYING, _DRAWING}).intersection(
             getattr(node.target, "tags", ())
         )
-        if tags:
+        if tags and not _is_of_places(node):
             _refuse(
                 f"what {node.target} returns depends on more than the shapes of its inputs "
                 f"({', '.join(tag.name for tag in tags)})"
@@ -302,6 +302,14 @@ def _traced(
     for node in graph.graph.nodes:
         node.meta.clear()  # of the tracer, and not what the compiler expects
     return graph
+
+
+def _is_of_places(node: torch.fx.Node) -> bool:
+    """Whether an index has integers alone, whose number is that of what is found."""
+    is_index = node.target is torch.ops.aten.index.Tensor
+    masks = torch.bool, torch.uint8
+    places: Any = node.args[1] if is_index else ()
+    return is_index and not any(at is not None and at.meta["val"].dtype in masks for at in places)
 
 
 def _refuse(reason: str, cause: Exception | None = None) -> NoReturn:

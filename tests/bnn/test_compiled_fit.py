@@ -28,11 +28,15 @@ X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(24) % 3
 HALVES = list(zip(X.split(12), Y.split(12), strict=True))
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
+SIZES = {"inducing_rows": 3, "inducing_cols": 2, "everywhere": True}
 GUIDES = {
     "AutoNormal": tyxe.guides.AutoNormal,
     "capped": functools.partial(tyxe.guides.AutoNormal, max_guide_scale=0.1),
     "AutoRadial": tyxe.guides.AutoRadial,
-    "AutoInducing": functools.partial(tyxe.guides.AutoInducing, inducing_rows=3, inducing_cols=2),
+    **{
+        f"AutoInducing, {q}": functools.partial(tyxe.guides.AutoInducing, q_inducing=q, **SIZES)
+        for q in ("diagonal", "full", "matrix")
+    },
     "AutoBernoulli": functools.partial(tyxe.guides.AutoBernoulli, relaxed=0.5),
     "AutoDelta": autoguide.AutoDelta,
     "AutoDiagonalNormal": autoguide.AutoDiagonalNormal,
@@ -158,8 +162,7 @@ def test_what_is_no_program_runs_as_it_is(traced):
 
 def test_members_that_take_turns_run_as_they_are(traced):
     """A program would always train the one that it was traced with."""
-    sizes = {"inducing_rows": 3, "inducing_cols": 2, "everywhere": True}
-    guide = functools.partial(tyxe.guides.AutoInducing, q_inducing="ensemble", **sizes)
+    guide = functools.partial(tyxe.guides.AutoInducing, q_inducing="ensemble", **SIZES)
     make = functools.partial(variational, guide)
     with pytest.warns(tyxe.TyxeWarning, match="hooks of the gradients .* would not run"):
         history, _ = fitted(make, compile=True)
