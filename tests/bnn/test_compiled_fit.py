@@ -169,6 +169,38 @@ def test_members_that_take_turns_run_as_they_are(traced):
     assert history.loss == fitted(make)[0].loss
 
 
+class Counts(nn.Linear):
+    """Its outputs grow from forward to forward."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Remembers(nn.Linear):
+    """Adds a tensor that the forward before has left."""
+
+    before = 0.0
+
+    def forward(self, x):
+        found = super().forward(x) + self.before
+        self.before = found.detach()
+        return found
+
+
+@pytest.mark.parametrize("kind", [Counts, Remembers])
+def test_steps_that_depend_on_earlier_ones_run_as_they_are(kind, traced):
+    def make():
+        torch.manual_seed(0)
+        return mean_field(kind(3, 3), Categorical(24))
+
+    with pytest.warns(tyxe.TyxeWarning, match="uncompiled: its forward depends on what an earlier"):
+        history, _ = fitted(make, compile=True)
+    assert history.loss == fitted(make)[0].loss
+
+
 @pytest.mark.filterwarnings("ignore:the log-likelihood curves upwards:tyxe.TyxeWarning")
 @pytest.mark.parametrize("curvature", ["fisher", "hessian", "empirical"])
 def test_variational_laplace_is_the_same(curvature, traced):

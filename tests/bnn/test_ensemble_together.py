@@ -166,6 +166,12 @@ def replaces(self, x):
     return outputs - self.mean
 
 
+def counts(self, x):
+    """Depend on the number of calls."""
+    self.calls += 1
+    return self.calls * self.layer(x)
+
+
 def other(member):
     """Return a maker of members whose second one is another."""
     return lambda index: member() if index == 1 else point()
@@ -179,6 +185,7 @@ def of_relu():
 BRANCHES = of_layer(lambda self, x: self.layer(x) if bool(x.sum() < 1e9) else -self.layer(x))
 SCALED = of_layer(lambda self, x, factor=1.0: factor * self.layer(x))
 REPLACES = of_layer(replaces, mean=nn.Buffer(torch.zeros(3).double()))
+COUNTS = of_layer(counts, calls=0)
 CLIPPED = pyro.optim.SGD({"lr": 0.1}, {"clip_norm": 0.01})
 IVON = functools.partial(tyxe.optim.IVON, lr=0.1)
 GROUP = torch.distributed.ProcessGroup(0, 1)
@@ -190,6 +197,7 @@ REFUSED = {
         {},
         r"nets that torch\.vmap takes.*leave vectorize out",
     ),
+    "counts": (lambda _: plain(COUNTS), {}, "depends on what an earlier one"),
     "replaces": (lambda _: plain(REPLACES), {}, "replaces mean, .* change buffers in place"),
     "Laplace": (lambda _: tyxe.LaplaceBNN(net(), NORMAL, Categorical(N)), {}, "LaplaceBNN"),
     "SWAG": (lambda _: tyxe.SWAG_BNN(net(), NORMAL, Categorical(N)), {}, "not a SWAG_BNN"),

@@ -21,7 +21,7 @@ from tyxe.poutine.draw import draws_are_lazy
 from tyxe.program import Program, Programs, check_equal, dense, is_dense
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import handlers, unvalidated
-from tyxe.util import Inputs, kind_of_batch
+from tyxe.util import Inputs, kind_of_batch, same_numbers
 
 _PLAIN = (
     type(None),
@@ -270,9 +270,7 @@ class ObjectiveFunction:
 
         `factors` are those of KL and data term.
         """
-        places = map(id, self._tensors)
-        swapped = dict(zip(places, values, strict=True))
-        stand_in = StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
+        stand_in = self._at(values)
         twin: Any = stand_in.net
         loss = twin(*batch, *factors)
         known = {*map(id, values)}
@@ -282,6 +280,25 @@ class ObjectiveFunction:
                 "change buffers in place"
             )
         return loss, twin.take_terms()
+
+    def _at(self, values: Sequence[Tensor]) -> StandIn:
+        swapped = {id(own): value for own, value in zip(self._tensors, values, strict=True)}
+        return StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
+
+    def check_repeatable(self, batch: Any) -> None:
+        """Raise a RuntimeError if a forward returns something else after another one."""
+        values = [t if t.requires_grad else t.clone() for t in self._tensors]
+        with torch_rng_kept():
+            self(values, batch, [1.0])  # which may be refused with a reason
+        stand_in, losses = self._at(values), []
+        for _ in range(2):
+            restore(values, [t.detach() for t in self._tensors])
+            with torch_rng_kept():
+                losses.append(stand_in.net(*batch, 1.0).detach())
+        # On other devices, sums of the same numbers may differ.
+        alike = same_numbers if losses[0].device.type == "cpu" else is_close
+        if not alike(*losses):
+            raise RuntimeError("its forward depends on what an earlier one has left")
 
 
 def _program(
@@ -298,6 +315,7 @@ def _program(
             "of a larger one: make parameters and buffers contiguous"
         )
     function = ObjectiveFunction(objective, own)
+    function.check_repeatable(given[2])
 
     def step(values: list[Tensor], rest: list[Tensor], batch: Any, weight: Tensor) -> Any:
         leaves = [value.detach().requires_grad_() for value in values]
