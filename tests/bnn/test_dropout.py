@@ -157,6 +157,19 @@ BODIES = {
     "attention": lambda: NetOf(
         lambda self, x: self.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2, 0.4)
     ),
+    "functional, other flag": lambda: NetOf(
+        lambda self, x: F.dropout(self.layer(x), 0.5, self.training is True), layer=nn.Linear(4, 5)
+    ),
+    "functional norm": lambda: NetOf(
+        lambda self, x: F.dropout(
+            F.batch_norm(self.layer(x), *self.moments, training=self.training), 0.5, self.training
+        ),
+        layer=nn.Linear(4, 5),
+        moments=(torch.zeros(5), torch.ones(5)),
+    ),
+    "part in its own mode": lambda: NetOf(
+        lambda self, x: nn.Dropout(0.5).train(self.training)(self.layer(x)), layer=nn.Linear(4, 5)
+    ),
     "RReLU": lambda: nn.Sequential(nn.Linear(4, 5), nn.RReLU(), nn.BatchNorm1d(5), nn.Dropout(0.5)),
 }
 
@@ -177,6 +190,13 @@ def test_a_frozen_body_in_eval_mode_drops_what_it_drops_in_fits(make):
     bnn.net[0].train()
     bnn.predict(X, num_predictions=2)
     assert not torch.equal(hidden[-1], body(X))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
+def test_a_traced_body_stays_as_it_is():
+    body = torch.jit.trace(nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5)).eval(), X)
+    body.requires_grad_(False)
+    assert is_random(bnn_of(nn.Sequential(body, nn.Dropout(0.3), nn.Linear(5, 3))))
 
 
 def test_dropout_of_frozen_nets():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import pyro.distributions as dist
@@ -22,7 +24,7 @@ from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_num_epochs
 from tyxe.bnn.outputs import Values
 from tyxe.bnn.passes import ReplayedDraws
-from tyxe.bnn.standin import in_modes, modes_of
+from tyxe.bnn.standin import StandIn, in_modes, modes_of
 from tyxe.bnn.variational import VariationalBNN
 from tyxe.data import Output, Unpack
 from tyxe.guides.normal import SWAGGuide
@@ -45,10 +47,9 @@ _FUNCTIONS = {getattr(F, name) for name in _NAMES.split()}
 # Those that these call.
 _NAMES_BELOW = "dropout feature_dropout alpha_dropout feature_alpha_dropout"
 _OPERATORS = {getattr(torch, name) for name in _NAMES_BELOW.split()}
-# The mode of a part without dropout: False in a condition, and told apart from False where a part
-# passes it on to functional dropout. Kernels that other layers pass it to take a bool alone.
-STILL: Any = 0
-_BOOL_ALONE = (nn.RNNBase, nn.RReLU)
+# Parts that fits leave without dropout, and whether one of them runs here.
+_STILL: ContextVar[tuple[nn.Module, ...]] = ContextVar("_STILL", default=())
+_IS_STILL: ContextVar[bool] = ContextVar("_IS_STILL", default=False)
 
 
 class DropoutBNN(VariationalBNN):
@@ -114,21 +115,32 @@ class DropoutBNN(VariationalBNN):
         still = self._without_dropout()
         parts = [part for part in self.net.modules() if part not in still]
         dropping = [part for part in parts if isinstance(part, _BY_MODE)]
-        modes = {**modes, **still, **dict.fromkeys(dropping, True)}
-        with in_modes(self, modes), RandomDropout(parts) as dropout:
-            yield
+        modes = {**modes, **dict.fromkeys(still, False), **dict.fromkeys(dropping, True)}
+        token = _STILL.set(tuple(still))
+        try:
+            with in_modes(self, modes), RandomDropout(parts) as dropout:
+                yield
+        finally:
+            _STILL.reset(token)
         if not dropout.met:
             raise ValueError(
                 f"nothing drops in this {type(self.net).__name__}, so that all draws are one: give "
                 "it nn.Dropout layers with p above 0, or take tyxe.EnsembleBNN or tyxe.LaplaceBNN"
             )
 
-    def _without_dropout(self) -> dict[nn.Module, Any]:
-        """Return the parts that fits leave without dropout, and their modes."""
+    def _without_dropout(self) -> set[nn.Module]:
+        """Return the parts that fits leave without dropout."""
         if not any(parameter.requires_grad for parameter in self.net.parameters()):
-            return {}  # there is no fit
-        still = [part for part in frozen_parts(self.net) if not part.training]
-        return {part: False if isinstance(part, _BOOL_ALONE) else STILL for part in still}
+            return set()  # there is no fit
+        return {part for part in frozen_parts(self.net) if not part.training}
+
+    def _stand_in(self, *arguments: Any, **options: Any) -> StandIn:
+        found = super()._stand_in(*arguments, **options)
+        for part in _STILL.get():
+            if not isinstance(part, torch.jit.ScriptModule):
+                twin = found.part(part)
+                twin.__dict__["forward"] = _still_forward(twin)
+        return found
 
     def _draws_of_weights(self) -> int:
         return DEFAULT_DRAWS  # of masks
@@ -145,12 +157,29 @@ class DropoutBNN(VariationalBNN):
         )
 
 
+def _still_forward(part: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a part, in which `RandomDropout` changes nothing."""
+    own: Any = part.__dict__.get("forward")
+    # A part that held itself would be freed by the garbage collector alone.
+    kind, held = type(part), weakref.ref(part)
+
+    def forward(*inputs: Any, **kwargs: Any) -> Any:
+        token = _IS_STILL.set(True)
+        try:
+            if own is not None:
+                return own(*inputs, **kwargs)
+            return kind.forward(held(), *inputs, **kwargs)
+        finally:
+            _IS_STILL.reset(token)
+
+    return forward
+
+
 class RandomDropout(TorchFunctionMode):
     """Let functional dropout of a net drop in all modes, and count its uses in `met`.
 
     Dropout modules have to be in train mode too. A rate that a forward computes from its own
-    `training` flag, as for `scaled_dot_product_attention`, is not changed, and parts in the mode
-    `STILL` drop nothing.
+    `training` flag, as for `scaled_dot_product_attention`, is not changed.
 
     Args:
         parts: the modules that drop.
@@ -166,23 +195,24 @@ class RandomDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if _IS_STILL.get():
+            return func(*args, **kwargs)
         if func in _FUNCTIONS:
-            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            drops = self._drops(rate, args[2] if args[2:] else kwargs.get("training"))
-            args, kwargs = args[:2], {**kwargs, "training": drops}
+            self._note(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+            args, kwargs = args[:2], {**kwargs, "training": True}
         elif func in _OPERATORS:
             names = ("input", "p", "train")
-            x, rate, mode = [*args, *(kwargs[name] for name in names[len(args) :])]
-            args, kwargs = (x, rate, self._drops(rate, mode)), {}
+            x, rate, _ = [*args, *(kwargs[name] for name in names[len(args) :])]
+            self._note(rate)
+            args, kwargs = (x, rate, True), {}
         elif func is F.multi_head_attention_forward:
             # As `nn.MultiheadAttention` calls it, with the rate by position.
-            kwargs["training"] = self._drops(args[10], kwargs["training"])
+            self._note(args[10])
+            kwargs["training"] = True
         return func(*args, **kwargs)
 
-    def _drops(self, rate: float, mode: Any) -> bool:
-        drops = mode is not STILL
-        self.met += drops and rate > 0
-        return drops
+    def _note(self, rate: float) -> None:
+        self.met += rate > 0
 
 
 class SWAG_BNN(VariationalBNN):
