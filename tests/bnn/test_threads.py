@@ -190,9 +190,10 @@ def test_forwards_run_side_by_side(meanwhile):
         assert first.result().shape == second.result().shape == (30, 3)
 
 
-@pytest.mark.parametrize("numbers", [GROUPED, GROUPED + 1])
-def test_large_draws_are_made_side_by_side(numbers):
-    """Small ones are made at once, while no other thread draws; the numbers are the same."""
+@pytest.mark.parametrize("is_replayed", [False, True])
+@pytest.mark.parametrize("numbers", [GROUPED // 3, GROUPED, GROUPED + 1])
+def test_large_draws_are_made_side_by_side(numbers, is_replayed):
+    """Small ones are made in groups, while no other thread draws; the numbers are the same."""
     is_locked: list[bool] = []
 
     def draws(count: int) -> Iterator[torch.Tensor]:
@@ -201,10 +202,22 @@ def test_large_draws_are_made_side_by_side(numbers):
             yield torch.randn(numbers)
 
     torch.manual_seed(0)
-    found = [*ReplayedDraws().over(draws(2), numbers)]
+    again = ReplayedDraws(is_replayed)
+    found = [list(again.over(draws(7), numbers)) for _ in range(2 if is_replayed else 1)]
     torch.manual_seed(0)
-    assert all(map(torch.equal, found, [torch.randn(numbers) for _ in range(2)]))
-    assert is_locked == [numbers <= GROUPED] * 2
+    expected = [torch.randn(numbers) for _ in range(7)]
+    for each in found:
+        assert all(map(torch.equal, each, expected))
+        assert len(each) == 7
+    assert is_locked == [numbers <= GROUPED and not is_replayed] * 7 * len(found)
+
+
+def test_a_group_is_made_before_its_first_draw_is_used():
+    made: list[int] = []
+    draws = (made.append(index) or index for index in range(7))
+    for index, draw in enumerate(ReplayedDraws().over(draws, GROUPED // 3)):
+        assert draw == index
+        assert len(made) == min(7, 3 * (index // 3 + 1))
 
 
 def test_a_forward_that_begins_to_draw_lets_no_other_thread_draw():

@@ -53,6 +53,7 @@ def test_what_is_made_without_gradients_forms_its_scale_once():
         q = FactorizedNormal(loc, log_scale)
         assert q.scale is q.scale
         assert q.variance is q.variance
+    assert not q.rsample().requires_grad
     assert FactorizedNormal(loc, log_scale).scale.requires_grad
 
 

@@ -26,7 +26,7 @@ from tyxe.util import Inputs, at_each, in_function_transform, kind_of_batch, sam
 T = TypeVar("T")
 
 
-# Draws of at most so many numbers together are made at once.
+# Most numbers of a group of draws, which are made at once while no other thread draws.
 GROUPED = 2**16
 
 
@@ -53,8 +53,9 @@ class ReplayedDraws:
     def over(self, draws: Iterator[T], numbers: int = GROUPED) -> Iterator[T]:
         """Yield the draws that an iterator makes, from the same random numbers in each call.
 
-        `numbers` is how many there are in a draw. Small draws are made in groups, while no other
-        thread draws. During large ones others go on.
+        `numbers` is how many there are in a draw. Draws of at most `GROUPED` numbers are made in
+        groups of as many numbers, while no other thread draws. During larger ones others go on.
+        Without it, each is a group of its own.
         """
         self.start()
         is_apart = self.is_replayed or numbers > GROUPED

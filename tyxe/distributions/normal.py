@@ -138,9 +138,9 @@ class FactorizedNormal(dist.Independent):
         # Not the constructor of Independent, which needs the scale.
         td.Distribution.__init__(self, torch.Size(), loc.shape, validate_args=False)
         self.reinterpreted_batch_ndims = loc.dim()
-        self.loc = loc
         # What is made without gradients has none, so that its scale is computed once too.
-        self.log_scale = log_scale if torch.is_grad_enabled() else log_scale.detach()
+        both = (loc, log_scale) if torch.is_grad_enabled() else (loc.detach(), log_scale.detach())
+        self.loc, self.log_scale = both
         self._scale: Tensor | None = None
         self._variance: Tensor | None = None
 
