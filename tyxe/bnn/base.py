@@ -182,7 +182,12 @@ class BNN(Saved, nn.Module):
         return {
             "prior": self.prior,
             "random weights": f"{sum(sites):,} of {total:,}, in {len(sites)} sites",
-            **{name: guide._get_name() for name, guide in found.items() if guide is not None},
+            # Of a Pyro guide, the class that the user knows.
+            **{
+                name: type(getattr(guide, "guide", guide)).__name__
+                for name, guide in found.items()
+                if guide is not None
+            },
             "state": self._stage,
         }
 

@@ -161,10 +161,6 @@ class PyroGuide(AnyGuide):
         with module_local_params():
             return _with_own_memory(cls(guide, module, names))
 
-    def _get_name(self) -> str:
-        """Return what `repr` calls this part of a BNN."""
-        return type(self.guide).__name__
-
     def __init__(
         self,
         guide: nn.Module,
