@@ -20,7 +20,7 @@ Request = Callable[[], object]
 
 
 def servants(net: nn.Module, x: Tensor, compiled: bool, **rules: Any) -> dict[str, Request]:
-    """Return ways to answer one request."""
+    """Return ways to answer one request; in closed form too where rules choose a last layer."""
     bnn = make_bnn(net.eval(), num_points=60_000, **rules)
     ensemble = bnn.to_ensemble(NUM_DRAWS)
     ensemble(x)  # which finds out whether all draws may be one pass
@@ -38,6 +38,8 @@ def servants(net: nn.Module, x: Tensor, compiled: bool, **rules: Any) -> dict[st
         "to_ensemble": of(ensemble),
         "to_ensemble, exported": of(torch.export.export(ensemble, (x,)).module()),
     }
+    if rules:
+        found["to_ensemble, closed form"] = of(bnn.to_ensemble(closed_form=True))
     if compiled:
         found["to_ensemble, compiled"] = of(torch.compile(ensemble))
     return found
