@@ -4,6 +4,7 @@
   digits-cnn  the same for scikit-learn's digits 0 to 7
   digits      scikit-learn's digits, some rows of them to train: all weights of
               `BayesianClassifier`, at the precision of largest evidence and before its temperature
+  clusters    a last layer for many classes, at the precision of largest evidence
 
 All links have the same means and covariances of test points, in double precision. The mode is the
 softmax of the means. The total variation is the distance from the first row, mean over points.
@@ -13,6 +14,7 @@ from functools import partial
 
 import common
 import leaderboard
+import pyro.distributions as dist
 import runner
 import tables
 import torch
@@ -21,6 +23,7 @@ from leaderboard_methods import METHODS, Case
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
+import tyxe
 from tyxe.predictive.links import CLASS_LINKS
 
 RESULTS = runner.Path(__file__).with_name("results")
@@ -53,10 +56,29 @@ def all_layers(s, seed):
     return bnn, torch.as_tensor(scaler.transform(x_test)), torch.as_tensor(y_test)
 
 
+def many_classes(s, seed):
+    """Return a last layer at its precision of largest evidence, and points to test.
+
+    The data are clusters of eight numbers, one for each class.
+    """
+    torch.manual_seed(seed)
+    count, rows = s.clusters, s.training_rows
+    centres = 3 * torch.randn(count, 8)
+    y, y_test = (torch.arange(n) % count for n in (rows, s.test_rows))
+    x, x_test = (centres[labels] + 2 * torch.randn(len(labels), 8) for labels in (y, y_test))
+    net = common.mlp(8, 64, count, act=torch.nn.Tanh)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_modules=[net[-1]])
+    bnn = tyxe.LaplaceBNN(net, prior, tyxe.likelihoods.Categorical(rows))
+    bnn.fit([(x, y)], partial(torch.optim.Adam, lr=1e-2), s.cluster_epochs, progress=False)
+    bnn.optimize_prior_precision()
+    return bnn, x_test, y_test
+
+
 FITS = {
     "fashion": partial(last_layer, "fashion"),
     "digits-cnn": partial(last_layer, "digits"),
     "digits": all_layers,
+    "clusters": many_classes,
 }
 
 

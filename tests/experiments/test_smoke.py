@@ -62,7 +62,7 @@ CASES = [
     ("laplace_toys cubic --seeds 1 0", 2, ["net"]),
     ("laplace_toys step", 1, STEP),
     ("large_graph --backend torch", 2 * len(large_graph.METHODS), large_graph.METHODS),
-    ("links", 3, LINKS),
+    ("links", 4, LINKS),
     ("low_rank", 2, ["full", "kron", "diag", "rank 3"]),
     ("mile --data airfoil", len(mile.METHODS), [f"airfoil | {name}" for name in mile.METHODS]),
     ("mile_beside_bde --methods 'deep ensemble' MILE", 2, ["deep ensemble", "MILE"]),
