@@ -1,8 +1,10 @@
 """Compiled steps are the uncompiled ones, or say why they are none."""
 
 import functools
+import random
 import warnings
 
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import autoguide
@@ -190,15 +192,110 @@ class Remembers(nn.Linear):
         return found
 
 
-@pytest.mark.parametrize("kind", [Counts, Remembers])
+class Anneals(nn.Linear):
+    """Has larger outputs after many forwards, which it counts in a dictionary."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.state = {"calls": 0}
+
+    def forward(self, x):
+        self.state["calls"] += 1
+        return super().forward(x) * (1 if self.state["calls"] <= 100 else 5)
+
+
+class CountsInTensor(nn.Linear):
+    """As before, by a tensor that is no buffer."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls = torch.zeros(())
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + 4 * (self.calls > 100))
+
+
+class OtherRandomNumbers(nn.Linear):
+    """Draws from a generator that is not PyTorch's."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.numbers = random.Random(0)
+
+    def forward(self, x):
+        return super().forward(x) * self.numbers.random()
+
+
+NO_STEPS = {
+    Counts: "depends on what an earlier one has left",
+    Remembers: "depends on what an earlier one has left",
+    Anneals: "changes what the net holds",
+    CountsInTensor: "changes what the net holds",
+    OtherRandomNumbers: "or on random numbers that are not PyTorch's",
+}
+
+
+@pytest.mark.parametrize("kind", NO_STEPS)
 def test_steps_that_depend_on_earlier_ones_run_as_they_are(kind, traced):
     def make():
         torch.manual_seed(0)
         return mean_field(kind(3, 3), Categorical(24))
 
-    with pytest.warns(tyxe.TyxeWarning, match="uncompiled: its forward depends on what an earlier"):
+    with pytest.warns(tyxe.TyxeWarning, match=f"uncompiled: its forward .*{NO_STEPS[kind]}"):
         history, _ = fitted(make, compile=True)
-    assert history.loss == fitted(make)[0].loss
+    if kind is not OtherRandomNumbers:
+        assert history.loss == fitted(make)[0].loss
+    assert not traced
+
+
+class Keeps(nn.Linear):
+    """Keeps its latest features, fills a cache once, and halves a parameter in place."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.cache, self.factor = {}, nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        self.features = super().forward(x)
+        with torch.no_grad():
+            self.factor.mul_(0.5)
+        return self.cache.setdefault(x.shape, torch.ones(3)) + self.factor * self.features
+
+
+def with_hook(hook):
+    torch.manual_seed(0)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide=["factor"])
+    bnn = tyxe.VariationalBNN(Keeps(3, 3), prior, Categorical(24), tyxe.guides.AutoNormal)
+    bnn.net.register_forward_hook(hook)
+    return bnn
+
+
+CALLS = []
+
+
+def test_what_a_forward_keeps_is_no_reason_to_run_uncompiled(traced):
+    """Nor do the looks at forwards change a parameter, and they are few."""
+    losses, calls, factors = [], [], []
+    for compiles in (False, True):
+        bnn = with_hook(lambda *_: CALLS.append(1))
+        CALLS.clear()
+        torch.manual_seed(1)
+        losses.append(bnn.fit([(X, Y)], SGD, 3, compile=compiles).loss)
+        calls.append(len(CALLS))
+        factors.append(bnn.net.factor)
+    assert len(traced) == 1
+    # Two steps run as programs. Two forwards are compared, one is traced, one is the program's.
+    assert calls[1] == calls[0] - 2 + 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    torch.testing.assert_close(factors[1], factors[0])
+
+
+def test_hooks_that_record_see_all_steps(traced):
+    seen = []
+    with pytest.warns(tyxe.TyxeWarning, match="changes what the net holds"):
+        with_hook(lambda *_: seen.append(1)).fit([(X, Y)], SGD, 3, compile=True)
+    assert (len(traced), len(seen)) == (0, 5 + 2)  # two are compared
 
 
 @pytest.mark.filterwarnings("ignore:the log-likelihood curves upwards:tyxe.TyxeWarning")

@@ -1,5 +1,6 @@
 """Members in one tensor: as in the loop, nets that this takes and that it does not, errors."""
 
+import copy
 import functools
 import math
 
@@ -15,6 +16,7 @@ import tyxe
 from tests.oracles import bnns
 from tests.oracles.bnns import NORMAL, mean_field, mlp
 from tests.oracles.nets import NetOf
+from tyxe.bnn.members import StackedObjectives
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 N = 24
@@ -172,6 +174,19 @@ def counts(self, x):
     return self.calls * self.layer(x)
 
 
+def anneals(self, x):
+    """Depend on the number of calls only later."""
+    self.calls += 1
+    return self.layer(x) * (1 if self.calls < 100 else 5)
+
+
+def halves(self, x):
+    """Change a parameter in place."""
+    with torch.no_grad():
+        self.layer.bias.mul_(0.5)
+    return self.layer(x)
+
+
 def other(member):
     """Return a maker of members whose second one is another."""
     return lambda index: member() if index == 1 else point()
@@ -185,7 +200,7 @@ def of_relu():
 BRANCHES = of_layer(lambda self, x: self.layer(x) if bool(x.sum() < 1e9) else -self.layer(x))
 SCALED = of_layer(lambda self, x, factor=1.0: factor * self.layer(x))
 REPLACES = of_layer(replaces, mean=nn.Buffer(torch.zeros(3).double()))
-COUNTS = of_layer(counts, calls=0)
+COUNTS, ANNEALS = of_layer(counts, calls=0), of_layer(anneals, calls=0)
 CLIPPED = pyro.optim.SGD({"lr": 0.1}, {"clip_norm": 0.01})
 IVON = functools.partial(tyxe.optim.IVON, lr=0.1)
 GROUP = torch.distributed.ProcessGroup(0, 1)
@@ -198,6 +213,7 @@ REFUSED = {
         r"nets that torch\.vmap takes.*leave vectorize out",
     ),
     "counts": (lambda _: plain(COUNTS), {}, "depends on what an earlier one"),
+    "anneals": (lambda _: plain(ANNEALS), {}, "changes what the net holds"),
     "replaces": (lambda _: plain(REPLACES), {}, "replaces mean, .* change buffers in place"),
     "Laplace": (lambda _: tyxe.LaplaceBNN(net(), NORMAL, Categorical(N)), {}, "LaplaceBNN"),
     "SWAG": (lambda _: tyxe.SWAG_BNN(net(), NORMAL, Categorical(N)), {}, "not a SWAG_BNN"),
@@ -232,6 +248,14 @@ def test_what_the_loop_would_refuse_or_do_otherwise(case):
     elif case == "guide":
         with pytest.raises(RuntimeError, match="no fit to resume"):
             ensemble.fit(BATCH, torch.optim.Adam, 1, resume=True)
+
+
+def test_a_look_at_members_changes_no_parameter():
+    members = ensemble_of(plain, of_layer(halves)).members
+    before = [copy.deepcopy(member.state_dict()) for member in members]
+    StackedObjectives(members, BATCH[0])
+    for member, state in zip(members, before, strict=True):
+        torch.testing.assert_close(member.state_dict(), state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -1,10 +1,15 @@
 """A compiled step outlives its fit, and what a program cannot see makes a new one."""
 
 import copy
+import logging
 import pickle
+import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from decimal import Decimal
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +46,7 @@ class Net(nn.Module):
     """A net with a rate, a number, a tensor that is no buffer, and more beside its tensors."""
 
     shift, pair = 0.0, [1.0]
+    log, lock = logging.getLogger("net"), threading.Lock()
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +55,16 @@ class Net(nn.Module):
         self.factor, self.options = 1.0, {"shift": 0.5}
         self.constant, self.array = torch.ones(2), np.ones(1)
         self.slots, self.function = Slotted(), scaled
+        self.numbers = [np.float32(1), np.int64(1), np.bool_(True), Decimal(1)]
+        self.queue, self.space = deque([1.0]), SimpleNamespace(by=1.0)
         self.act, self.terms = partial(nn.functional.leaky_relu, negative_slope=0.9), 1.0
         self.register_buffer("offset", torch.zeros(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.factor * self.head(self.body(x)) + self.options["shift"] + self.shift
         found = self.function(self.act(found)) * self.terms * float(self.array[0]) * self.slots.rate
+        for number in (*self.numbers, *self.queue, self.space.by):
+            found = found * float(number)
         return found * self.constant * self.pair[0] + self.offset
 
 
@@ -118,6 +128,12 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "attribute named as one of ours": lambda b: setattr(b.net, "terms", 3.0),
     "array in place": lambda b: b.net.array.__setitem__(0, 2.0),
     "slot": lambda b: setattr(b.net.slots, "rate", 2.0),
+    "number of NumPy": lambda b: b.net.numbers.__setitem__(0, np.float32(2)),
+    "whole number of NumPy": lambda b: b.net.numbers.__setitem__(1, np.int64(2)),
+    "truth value of NumPy": lambda b: b.net.numbers.__setitem__(2, np.bool_(False)),
+    "decimal number": lambda b: b.net.numbers.__setitem__(3, Decimal(2)),
+    "queue": lambda b: b.net.queue.append(2.0),
+    "namespace": lambda b: setattr(b.net.space, "by", 2.0),
     "class": lambda b: setattr(b.net, "__class__", OTHER),
     "list of the class in place": lambda b: Net.pair.__setitem__(0, 2.0),
     "attribute of the class": lambda b: setattr(Net, "pair", [3.0]),
@@ -161,6 +177,15 @@ def test_what_a_program_cannot_see_makes_a_new_one(start: int, traced: list[Any]
         for _ in range(2):
             fit(bnn)
             assert len(traced) == known + 1, name
+
+
+def test_loggers_that_come_elsewhere_change_nothing(traced: list[Any]) -> None:
+    """A logger leads to all others of the process."""
+    bnn = make()
+    fit(bnn)
+    logging.getLogger("net.another")
+    fit(bnn)
+    assert len(traced) == 1
 
 
 def test_another_handler_makes_a_new_one(traced: list[Any]) -> None:

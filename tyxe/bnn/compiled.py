@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -83,11 +84,29 @@ def configuration(handler: Messenger) -> Any:
     return (type(handler), vars(handler) if own is None else own)
 
 
-class _Description:
-    """Describes objects by plain values that can be compared, each object once."""
+class _Numbers(_Same):
+    """A tensor in the state that a version tells, or another one of the same numbers."""
 
-    def __init__(self, given: set[int]) -> None:
-        self._given = given
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Numbers) or self.one is other.one:
+            return super().__eq__(other)
+        return _is_alike(self.one, other.one)
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    # On other devices, sums of the same numbers may differ.
+    rounded = one.device.type != "cpu" and one.is_floating_point()
+    return is_close(one, other) if rounded else same_numbers(one, other)
+
+
+class _Description:
+    """Describes objects by plain values that can be compared, each object once.
+
+    Tensors besides those given are equal to themselves alone, or to those of the same numbers.
+    """
+
+    def __init__(self, given: set[int], by_numbers: bool = False) -> None:
+        self._given, self._by_numbers = given, by_numbers
         self._known: dict[int, int] = {}
         self._kept: list[Any] = []  # or others could have their ids
 
@@ -103,9 +122,12 @@ class _Description:
     def _of(self, one: Any) -> Any:
         if isinstance(one, Tensor):
             return self._of_tensor(one)
+        library = type(one).__module__.partition(".")[0]
+        if library in _OF_PROCESS:
+            return _Same(one)
         if isinstance(one, Mapping):
             return (type(one), [(self(key), self(value)) for key, value in one.items()])
-        if isinstance(one, list | tuple | set | frozenset):
+        if isinstance(one, list | tuple | set | frozenset | deque):
             return (type(one), [self(item) for item in one])
         if isinstance(one, types.MethodType):
             return (_Same(one.__func__), self(one.__self__))
@@ -114,29 +136,32 @@ class _Description:
             return (_Same(one), cells, self(one.__defaults__), self(one.__kwdefaults__))
         if isinstance(one, functools.partial):
             return (type(one), self(one.func), self(one.args), self(one.keywords))
-        if isinstance(one, np.ndarray):
+        if isinstance(one, np.ndarray | np.generic):
             return (type(one), one.shape, one.dtype, one.tobytes())
-        held = _attributes_of(one)
-        if not held and not isinstance(one, nn.Module):
-            return _Same(one)
-        if type(one).__module__.partition(".")[0] == "tyxe":
-            held = {name: value for name, value in held.items() if name not in _LEFT_OUT}
-        return (type(one), [(name, self(value)) for name, value in held.items()])
+        own, of_class = _attributes_of(one), _attributes_of_class(type(one))
+        if library == "tyxe":
+            own = {name: value for name, value in own.items() if name not in _LEFT_OUT}
+        held = [(name, self(value)) for name, value in (of_class | own).items()]
+        # What holds nothing that Python sees, such as a decimal number, may still be another.
+        return (type(one) if own else _Same(one), held)
 
     def _of_tensor(self, tensor: Tensor) -> Any:
         kind = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
         if id(tensor) in self._given:
             return kind
-        return (*kind, _Same(tensor, 0 if tensor.is_inference() else tensor._version))
+        state = _Numbers if self._by_numbers else _Same
+        return (*kind, state(tensor, 0 if tensor.is_inference() else tensor._version))
 
 
 def _attributes_of(one: Any) -> dict[str, Any]:
-    """Return an object's attributes: its own, and those of its class if that is a user's."""
-    own = type(one).__mro__
-    kinds = [k for k in reversed(own) if k.__module__.partition(".")[0] not in _LIBRARIES]
-    found = {n: v for kind in kinds for n, v in vars(kind).items() if n not in _OF_CLASSES}
-    slots = [name for kind in own for name in _slots_of(kind) if hasattr(one, name)]
-    return found | {name: getattr(one, name) for name in slots} | getattr(one, "__dict__", {})
+    slots = [name for kind in type(one).__mro__ for name in _slots_of(kind) if hasattr(one, name)]
+    return {name: getattr(one, name) for name in slots} | getattr(one, "__dict__", {})
+
+
+def _attributes_of_class(own: type) -> dict[str, Any]:
+    """Return the attributes of a class and its parents, of those that are a user's."""
+    kinds = [k for k in reversed(own.__mro__) if k.__module__.partition(".")[0] not in _LIBRARIES]
+    return {n: v for kind in kinds for n, v in vars(kind).items() if n not in _OF_CLASSES}
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
@@ -145,7 +170,9 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-_LIBRARIES = {"builtins", "torch", "pyro", "tyxe", "collections", "abc", "typing"}
+_LIBRARIES = {"builtins", "torch", "pyro", "tyxe", "numpy", "collections", "abc", "typing"}
+# Their objects lead to others of the process, as a logger to all loggers.
+_OF_PROCESS = {"logging", "threading", "weakref", "_weakrefset", "asyncio", "multiprocessing"}
 _OF_CLASSES = {*vars(type("Plain", (), {})), "__annotations__", "_abc_impl"}
 
 
@@ -270,7 +297,11 @@ class ObjectiveFunction:
 
         `factors` are those of KL and data term.
         """
-        stand_in = self._at(values)
+        return self._run(self._at(values), values, batch, factors)
+
+    def _run(
+        self, stand_in: StandIn, values: Sequence[Tensor], batch: Any, factors: Any
+    ) -> tuple[Tensor, ElboTerms]:
         twin: Any = stand_in.net
         loss = twin(*batch, *factors)
         known = {*map(id, values)}
@@ -286,19 +317,26 @@ class ObjectiveFunction:
         return StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
 
     def check_repeatable(self, batch: Any) -> None:
-        """Raise a RuntimeError if a forward returns something else after another one."""
-        values = [t if t.requires_grad else t.clone() for t in self._tensors]
-        with torch_rng_kept():
-            self(values, batch, [1.0])  # which may be refused with a reason
-        stand_in, losses = self._at(values), []
+        """Raise a RuntimeError if a second forward returns or leaves something else."""
+        held = [t.detach() for t in self._tensors]
+        before, losses, left = [t.clone() for t in held], [], []
+        stand_in = self._at(self._tensors)
+        given = {id(t) for t in (*stand_in.net.parameters(), *stand_in.net.buffers())}
         for _ in range(2):
-            restore(values, [t.detach() for t in self._tensors])
             with torch_rng_kept():
-                losses.append(stand_in.net(*batch, 1.0).detach())
-        # On other devices, sums of the same numbers may differ.
-        alike = same_numbers if losses[0].device.type == "cpu" else is_close
-        if not alike(*losses):
-            raise RuntimeError("its forward depends on what an earlier one has left")
+                try:
+                    loss, _ = self._run(stand_in, self._tensors, batch, [1.0])
+                finally:
+                    restore(held, before)
+                losses.append(loss.detach())
+                left.append(_Description(given, by_numbers=True)(stand_in.net))
+        if not _is_alike(*losses):
+            raise RuntimeError(
+                "its forward depends on what an earlier one has left, or on random numbers that "
+                "are not PyTorch's"
+            )
+        if left[0] != left[1]:
+            raise RuntimeError("its forward changes what the net holds, such as a number of calls")
 
 
 def _program(
@@ -333,18 +371,19 @@ def _compare(program: Program, objective: Objective, trained: list[Tensor], give
     Where a handler samples inside the net, numbers are drawn in another order, and only the
     parameters that have gradients are compared.
     """
-    _, rest, batch, weight = given
+    values, others, batch, weight = given
+    held = [*values, *others]
     with torch_rng_kept():
-        numbers, before = torch_rng(), [tensor.clone() for tensor in rest]
+        numbers, before = torch_rng(), [tensor.clone() for tensor in held]
         try:
             with by_generators():
                 data, kl, _, gradients = program(*given)
             set_torch_rng(numbers)
-            restore(rest, before)
+            restore(held, before)
             loss = objective(*batch, *weight)
             expected = torch.autograd.grad(loss, trained, allow_unused=True)
         finally:
-            restore(rest, before)
+            restore(held, before)
     terms = objective.take_terms()
     if [one is None for one in gradients] != [one is None for one in expected]:
         raise RuntimeError("its gradients are of other parameters than those of an eager step")

@@ -267,8 +267,8 @@ def _kinds_of(state: Mapping[str, Tensor]) -> list[Any]:
 
 
 def _loss_at(function: ObjectiveFunction, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """Return the loss by the same draws in each call, which changes no buffer."""
-    own = [t if t.requires_grad else t.clone() for t in state.values()]
+    """Return the loss by the same draws in each call, which changes none of the tensors."""
+    own = [t.clone() for t in state.values()]
     with torch_rng_kept(0):
         return function(own, batch, [1.0])[0]
 
