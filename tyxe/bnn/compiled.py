@@ -316,8 +316,8 @@ class ObjectiveFunction:
         swapped = {id(own): value for own, value in zip(self._tensors, values, strict=True)}
         return StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
 
-    def check_repeatable(self, batch: Any) -> None:
-        """Raise a RuntimeError if a second forward returns or leaves something else."""
+    def what_changes(self, batch: Any) -> str:
+        """Say what a second forward returns or leaves otherwise, or nothing if it is the same."""
         held = [t.detach() for t in self._tensors]
         before, losses, left = [t.clone() for t in held], [], []
         stand_in = self._at(self._tensors)
@@ -331,12 +331,12 @@ class ObjectiveFunction:
                 losses.append(loss.detach())
                 left.append(_Description(given, by_numbers=True)(stand_in.net))
         if not _is_alike(*losses):
-            raise RuntimeError(
+            return (
                 "its forward depends on what an earlier one has left, or on random numbers that "
                 "are not PyTorch's"
             )
-        if left[0] != left[1]:
-            raise RuntimeError("its forward changes what the net holds, such as a number of calls")
+        same = left[0] == left[1]
+        return "" if same else "its forward changes what the net holds, such as a number of calls"
 
 
 def _program(
@@ -353,7 +353,8 @@ def _program(
             "of a larger one: make parameters and buffers contiguous"
         )
     function = ObjectiveFunction(objective, own)
-    function.check_repeatable(given[2])
+    if reason := function.what_changes(given[2]):
+        raise RuntimeError(reason)
 
     def step(values: list[Tensor], rest: list[Tensor], batch: Any, weight: Tensor) -> Any:
         leaves = [value.detach().requires_grad_() for value in values]

@@ -178,7 +178,8 @@ class StackedObjectives:
         pairs = zip(objectives, self._states, strict=True)
         functions = [ObjectiveFunction(one, state.values()) for one, state in pairs]
         self._function, first = functions[0], self._states[0]
-        self._function.check_repeatable(batch)
+        if reason := self._function.what_changes(batch):
+            not_vectorized(f"takes nets that repeat their forwards, and of this one {reason}")
         for index, (function, state) in enumerate(zip(functions, self._states, strict=True)):
             if _kinds_of(state) != _kinds_of(first) or not torch.equal(
                 _loss_at(function, state, batch), _loss_at(self._function, state, batch)
