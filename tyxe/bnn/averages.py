@@ -130,8 +130,8 @@ class DropoutBNN(VariationalBNN):
 
     def _without_dropout(self) -> set[nn.Module]:
         """Return the parts that fits leave without dropout."""
-        if not any(parameter.requires_grad for parameter in self.net.parameters()):
-            return set()  # there is no fit
+        if {parameter.requires_grad for parameter in self.net.parameters()} != {True, False}:
+            return set()  # nothing is frozen, or there is no fit
         return {part for part in frozen_parts(self.net) if not part.training}
 
     def _stand_in(self, *arguments: Any, **options: Any) -> StandIn:

@@ -25,7 +25,6 @@ from tyxe.util import Inputs, at_each, in_function_transform, kind_of_batch, sam
 
 T = TypeVar("T")
 
-
 # Most numbers of a group of draws, which are made at once while no other thread draws.
 GROUPED = 2**16
 

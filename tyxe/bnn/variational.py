@@ -114,14 +114,14 @@ class VariationalBNN(TrainedBNN):
         """Yield draws of the guide, whose posterior is computed once for all of them."""
         posteriors = [part.posterior() for part in self._guides()]
         joined = _joined(posteriors)
+        if joined is not None and not handlers():
+            yield from (Guide.draw_from(joined) for _ in range(num_predictions))
+            return
         programs = [
             part if posterior is None else functools.partial(Guide.sample_from, posterior)
             for part, posterior in zip(self._guides(), posteriors, strict=True)
         ]
         for _ in range(num_predictions):
-            if joined is not None and not handlers():
-                yield Guide.draw_from(joined)
-                continue
             with poutine.trace() as trace:
                 for program in programs:
                     program()
