@@ -13,6 +13,8 @@ from torch import nn
 
 import tyxe
 from tests.oracles.nets import NetOf
+from tyxe.calibration import ScaleFactor, SplitConformal, coverage
+from tyxe.guides import AutoNormal
 from tyxe.likelihoods import (
     Bernoulli,
     Censored,
@@ -345,3 +347,20 @@ def test_own_parameters_are_learned_or_drawn(make):
         make(4, dist.LogNormal(0.0, 1.0), **{f"learn_{own}": True})
     with pytest.raises(ValueError, match=r"has shape \(3,\) and predictions have shape \(4, 2\)"):
         make(4, torch.ones(3)).log_likelihood(f, y)
+
+
+def test_the_prior_of_an_inferred_count_says_nothing_of_a_standard_deviation():
+    likelihood = NegativeBinomial(60, total_count=dist.LogNormal(0.0, 1.0))
+    predictions = torch.tensor([[4.0], [9.0]], dtype=torch.float64).log()
+    with pytest.raises(ValueError, match="is inferred, and its prior alone"):
+        likelihood.mean_and_scale(predictions)
+    found = likelihood.mean_and_scale(predictions, {"total_count": torch.tensor(5.0)})
+    mean = predictions.exp()
+    torch.testing.assert_close(found, (mean, (mean + mean.square() / 5).sqrt()))
+    bnn = tyxe.VariationalBNN(nn.Linear(2, 1), PRIOR, likelihood, AutoNormal, AutoNormal)
+    loader = [(torch.randn(60, 2), torch.randn(60, 1).exp().round())]
+    # Intervals hold targets for any scale.
+    sets = SplitConformal(level=0.8).wrap(bnn, loader, num_predictions=0)
+    assert 0.8 <= coverage(sets.predict(loader[0][0]), loader[0][1]) < 0.9
+    with pytest.raises(ValueError, match="is inferred, and its prior alone"):
+        ScaleFactor().wrap(bnn, loader)

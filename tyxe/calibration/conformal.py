@@ -80,7 +80,10 @@ class SplitConformal(Calibrator):
     def of(self, predictions: Any, likelihood: Likelihood) -> Any:
         if likelihood.has_classes and self.score not in NUMBER_SCORES:
             return likelihood.class_logits(predictions).softmax(-1)
-        mean, scale = likelihood.mean_and_scale(predictions)
+        # The coverage is the same for any scale, also of an inferred count.
+        is_pair = isinstance(predictions, tuple | list)
+        latents = None if is_pair else likelihood.prior_means()
+        mean, scale = likelihood.mean_and_scale(predictions, latents)
         if self.score != "cqr":
             return mean, scale
         far = scale * NormalDist().inv_cdf((1 + self.level) / 2)

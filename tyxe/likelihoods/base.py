@@ -139,11 +139,21 @@ class Likelihood(nn.Module, ABC):
         """Return the distribution for a kind of targets, such as class probabilities."""
         return distribution
 
-    def mean_and_scale(self, predictions: Predictions) -> tuple[Tensor, Tensor]:
+    def mean_and_scale(
+        self, predictions: Predictions, latents: Latents = None
+    ) -> tuple[Tensor, Tensor]:
         """Return means and standard deviations of numbers, `(n, ...)`, for aggregated predictions.
+
+        Aggregated predictions of counts are means alone, so that the spread of draws is not in
+        their standard deviations. It is in `bnn.predictive(x).stddev`.
+
+        Args:
+            predictions: as `aggregate_predictions` returns them.
+            latents: values of the likelihood's own variables.
 
         Raises:
             TypeError: the targets are classes, or those of a `Joint`.
+            ValueError: a variable that the standard deviation depends on has no value.
 
         Example:
             >>> from tyxe.likelihoods import Poisson
@@ -156,7 +166,7 @@ class Likelihood(nn.Module, ABC):
         if self.has_classes:
             name = type(self).__name__
             raise TypeError(f"the targets of {name} are classes: they have sets, and no intervals")
-        found = self.predictive_distribution(predictions, self.prior_means())
+        found = self.predictive_distribution(predictions, latents)
         return found.mean, found.variance.sqrt()
 
     def class_logits(self, predictions: Predictions) -> Tensor:

@@ -89,7 +89,7 @@ class OwnParameter(Likelihood):
         raise ValueError(
             f"the {self.called} is inferred, and its prior alone says nothing of it: pass its "
             f"draws, latents={{{self.parameter!r}: ...}}, or let the BNN do it, by "
-            "sample_predictive, interval, predict or evaluate"
+            "sample_predictive, interval, predictive, predict or evaluate"
         )
 
     def own_value_for(self, predictions: Tensor, latents: Latents = None) -> Tensor:

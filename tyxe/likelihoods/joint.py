@@ -254,7 +254,7 @@ class Joint(Likelihood):
             for n, value in self.outputs_of(predictions).items()
         }
 
-    def mean_and_scale(self, predictions: Any) -> Any:
+    def mean_and_scale(self, predictions: Any, latents: Latents = None) -> Any:
         raise TypeError(
             "a Joint has several targets: call likelihood.parts[name].mean_and_scale(found[name])"
         )
