@@ -28,6 +28,7 @@ from tyxe.likelihoods import (
     censored_targets,
     log_tails,
 )
+from tyxe.predictive.scores import expected_variance
 
 INF = math.inf
 F = torch.tensor([-1.2, 0.3, 2.0], dtype=torch.float64)
@@ -364,3 +365,21 @@ def test_the_prior_of_an_inferred_count_says_nothing_of_a_standard_deviation():
     assert 0.8 <= coverage(sets.predict(loader[0][0]), loader[0][1]) < 0.9
     with pytest.raises(ValueError, match="is inferred, and its prior alone"):
         ScaleFactor().wrap(bnn, loader)
+
+
+@pytest.mark.parametrize("count", [1e2, 1e5, 1e7, 1e12, INF])
+def test_nearly_poisson_counts_keep_their_density_in_single_precision(count):
+    likelihood = NegativeBinomial(10, total_count=dist.HalfCauchy(1.0))
+    f, y = torch.linspace(-3.0, 4.0, 10), torch.arange(10)
+    latents = {"total_count": torch.tensor(count, requires_grad=True)}
+    found = likelihood.log_likelihood(f, y, latents=latents)
+    mean = f.double().exp().numpy()
+    expected = torch.tensor(scipy.stats.poisson.logpmf(y, mean))
+    if count < 1e7:
+        expected = torch.tensor(scipy.stats.nbinom.logpmf(y, count, count / (count + mean)))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert bool(likelihood.predictive_distribution(f, latents).stddev.isfinite().all())
+    (gradient,) = torch.autograd.grad(found.sum(), latents["total_count"])
+    assert bool(gradient.isfinite())
+    # Whose prior has an infinite mean.
+    assert bool(expected_variance(f.view(2, 5), likelihood=likelihood).isfinite().all())

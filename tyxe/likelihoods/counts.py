@@ -15,7 +15,7 @@ from tyxe.likelihoods.base import Latents, Likelihood
 from tyxe.likelihoods.discrete import LogitCategorical
 from tyxe.likelihoods.gaussian import OwnParameter
 from tyxe.likelihoods.reductions import log_mean_exp, stacked
-from tyxe.util import at_least_float32
+from tyxe.util import at_least_float32, precise
 
 
 class _LogMean(Likelihood):
@@ -89,10 +89,21 @@ class NegativeBinomial(_LogMean, OwnParameter):
         super().__init__("total_count", total_count, *how)
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
-        count = self.own_value_for(predictions, latents)
+        # From here on it is a Poisson to all digits. A prior may have an infinite mean.
+        count = self.own_value_for(predictions, latents).clamp_max(1e9)
         logits = predictions - count.log()
-        found = dist.NegativeBinomial(count, logits=logits, validate_args=False)
-        return found.to_event(self.event_dim)
+        return _Counts(count, logits=logits, validate_args=False).to_event(self.event_dim)
+
+
+class _Counts(dist.NegativeBinomial):
+    """A NegativeBinomial whose density is precise for large counts too."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        # The difference of two lgamma of 1e7 has no digits left in single precision.
+        count, logits, value = map(precise, (self.total_count, self.logits, value))
+        exact = dist.NegativeBinomial(count, logits=logits, validate_args=False)
+        found: Tensor = exact.log_prob(value)
+        return found.to(self.logits.dtype)
 
 
 class Ordinal(Likelihood):
