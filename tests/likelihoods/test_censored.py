@@ -383,3 +383,13 @@ def test_nearly_poisson_counts_keep_their_density_in_single_precision(count):
     assert bool(gradient.isfinite())
     # Whose prior has an infinite mean.
     assert bool(expected_variance(f.view(2, 5), likelihood=likelihood).isfinite().all())
+
+
+@pytest.mark.parametrize("df", [2.5, 1e4, 1e7, 1e9])
+def test_nearly_gaussian_tails_keep_their_density_in_single_precision(df):
+    f, y = torch.linspace(-3.0, 4.0, 10).view(5, 2), torch.ones(5, 2)
+    found = StudentT(10, scale=0.5, df=df).log_likelihood(f, y)
+    z = (1.0 - f.double().numpy()) / 0.5
+    logs = scipy.stats.norm.logpdf(z) if df == 1e9 else scipy.stats.t.logpdf(z, df)
+    expected = torch.tensor(logs - math.log(0.5)).sum(1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)

@@ -18,6 +18,7 @@ from tyxe.data import Targets
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.likelihoods.base import Latents, Likelihood, Predictions
 from tyxe.likelihoods.reductions import mean_of, mean_over, moments, stacked
+from tyxe.util import precise
 
 
 class OwnParameter(Likelihood):
@@ -249,10 +250,20 @@ class StudentT(_Noisy):
         else:
             loc, scale = predictions, self.own_value_for(predictions, latents)
         event_dim = min(self.event_dim, max(loc.dim() - 1, 0))
-        return dist.StudentT(self.df, loc, scale, validate_args=False).to_event(event_dim)
+        return _StudentT(self.df, loc, scale, validate_args=False).to_event(event_dim)
 
     def _variance(self, latents: Latents, like: Tensor) -> Tensor:
         return self.own_value(latents, like).square() / (1 - 2 / self.df)
+
+
+class _StudentT(dist.StudentT):
+    """A StudentT whose density is precise for many degrees of freedom too."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        # The difference of two lgamma of 1e7 has no digits left in single precision.
+        given = map(precise, (self.df, self.loc, self.scale))
+        found: Tensor = dist.StudentT(*given, validate_args=False).log_prob(precise(value))
+        return found.to(self.loc.dtype)
 
 
 class HeteroskedasticGaussian(Likelihood):
