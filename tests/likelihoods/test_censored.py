@@ -393,3 +393,24 @@ def test_nearly_gaussian_tails_keep_their_density_in_single_precision(df):
     logs = scipy.stats.norm.logpdf(z) if df == 1e9 else scipy.stats.t.logpdf(z, df)
     expected = torch.tensor(logs - math.log(0.5)).sum(1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 3, 10**4, 10**6, 10**7])
+def test_a_poisson_keeps_its_density_in_single_precision(count):
+    rates = [math.log(0.99 * count), math.log(1.001 * count)] if count else []
+    f = torch.tensor([*rates, -INF, -150.0, 80.0, 100.0, 800.0]).unsqueeze(1)
+    found = Poisson(10).log_likelihood(f, torch.full(f.shape, count))
+    log_rate = f[:, 0].double()
+    terms = count * log_rate if count else 0.0
+    expected = (terms - log_rate.exp() - math.lgamma(count + 1)).float()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [Poisson, NegativeBinomial])
+def test_draws_of_huge_counts_are_not_negative(make):
+    f = torch.tensor([[0.0], [40.0], [50.0], [80.0], [200.0]])
+    drawn = make(10).sample(f, (2000,)).double().mean(0)
+    mean = f.double().exp().clamp_max(1e300)
+    # The standard deviation of a NegativeBinomial of one is its mean.
+    torch.testing.assert_close(drawn[:4], mean[:4], rtol=0.12, atol=0.12)
+    assert drawn[4] == INF

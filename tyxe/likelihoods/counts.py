@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid, pad
 from tyxe import check
 from tyxe.likelihoods.base import Latents, Likelihood
 from tyxe.likelihoods.discrete import LogitCategorical
-from tyxe.likelihoods.gaussian import OwnParameter
+from tyxe.likelihoods.gaussian import OwnParameter, log_prob_in_double
 from tyxe.likelihoods.reductions import log_mean_exp, stacked
 from tyxe.util import at_least_float32, precise
 
@@ -48,7 +48,33 @@ class Poisson(_LogMean):
     """
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
-        return dist.Poisson(predictions.exp(), validate_args=False).to_event(self.event_dim)
+        return _Poisson(predictions).to_event(self.event_dim)
+
+
+class _Poisson(dist.Poisson):
+    """A Poisson whose density is precise for large counts, and rates that single rounds to 0."""
+
+    def __init__(self, log_rate: Tensor) -> None:
+        self._log_rate = log_rate
+        super().__init__(log_rate.exp(), validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> _Poisson:
+        return _Poisson(self._log_rate.expand(batch_shape))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        # Terms of 1e8 cancel.
+        log_rate, value = precise(self._log_rate), precise(value)
+        counted = (value * log_rate).where(value != 0, 0.0)
+        return (counted - log_rate.exp() - (value + 1).lgamma()).to(self.rate.dtype)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        return _drawn(self.rate.expand(self._extended_shape(torch.Size(sample_shape))))
+
+
+def _drawn(rate: Tensor) -> Tensor:
+    """Return counts; PyTorch's of rates above 2^63 are negative."""
+    return torch.poisson(rate.clamp_max(1e18)).where(rate < 1e18, rate)
 
 
 class NegativeBinomial(_LogMean, OwnParameter):
@@ -92,18 +118,19 @@ class NegativeBinomial(_LogMean, OwnParameter):
         # From here on it is a Poisson to all digits. A prior may have an infinite mean.
         count = self.own_value_for(predictions, latents).clamp_max(1e9)
         logits = predictions - count.log()
-        return _Counts(count, logits=logits, validate_args=False).to_event(self.event_dim)
+        return _Dispersed(count, logits=logits, validate_args=False).to_event(self.event_dim)
 
 
-class _Counts(dist.NegativeBinomial):
+class _Dispersed(dist.NegativeBinomial):
     """A NegativeBinomial whose density is precise for large counts too."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        # The difference of two lgamma of 1e7 has no digits left in single precision.
-        count, logits, value = map(precise, (self.total_count, self.logits, value))
-        exact = dist.NegativeBinomial(count, logits=logits, validate_args=False)
-        found: Tensor = exact.log_prob(value)
-        return found.to(self.logits.dtype)
+        given = {"total_count": self.total_count, "logits": self.logits}
+        return log_prob_in_double(dist.NegativeBinomial, value, **given)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        return _drawn(self._gamma.sample(sample_shape))
 
 
 class Ordinal(Likelihood):

@@ -109,6 +109,13 @@ def expanded(values: Tensor, predictions: Tensor, name: str) -> Tensor:
         ) from None
 
 
+def log_prob_in_double(kind: Any, value: Tensor, **parameters: Tensor) -> Tensor:
+    """Return a log-density of which terms of 1e8 may cancel, in the parameters' dtype."""
+    exact = {name: precise(parameter) for name, parameter in parameters.items()}
+    found: Tensor = kind(**exact, validate_args=False).log_prob(precise(value))
+    return found.to(next(iter(parameters.values())).dtype)
+
+
 class _Noisy(OwnParameter):
     """Base of noise of one scale for all points, about what the net predicts."""
 
@@ -260,10 +267,8 @@ class _StudentT(dist.StudentT):
     """A StudentT whose density is precise for many degrees of freedom too."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        # The difference of two lgamma of 1e7 has no digits left in single precision.
-        given = map(precise, (self.df, self.loc, self.scale))
-        found: Tensor = dist.StudentT(*given, validate_args=False).log_prob(precise(value))
-        return found.to(self.loc.dtype)
+        given = {"df": self.df, "loc": self.loc, "scale": self.scale}
+        return log_prob_in_double(dist.StudentT, value, **given)
 
 
 class HeteroskedasticGaussian(Likelihood):
