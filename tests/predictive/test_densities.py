@@ -286,3 +286,22 @@ def test_a_number_whose_noise_is_inferred_has_samples():
     law = gaussian_distribution(likelihood, GaussianOutputs(mean, variance, options))
     assert_is_mean_of_samples(found, first, second, num_samples)
     assert_is_mean_of_samples(law.log_prob(y), first, second, num_samples)
+
+
+@pytest.mark.parametrize("scale", [0.5, 4.0, 6.0, 10.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moments_of_counts_whose_rate_is_log_normal(scale, dtype):
+    mean, variance = torch.tensor([[-1.0], [2.0]], dtype=dtype), scale**2
+    outputs = GaussianOutputs(mean, torch.full((2, 1, 1), variance, dtype=dtype), OPTIONS)
+    first = (mean.double() + variance / 2).exp()
+    square = (2 * mean.double() + 2 * variance).exp()
+    for likelihood, share in (
+        (tyxe.likelihoods.Poisson(2), 0.0),
+        (tyxe.likelihoods.NegativeBinomial(2, total_count=4.0), 0.25),
+    ):
+        found = gaussian_distribution(likelihood, outputs)
+        spread = (first + square * (1 + share) - first.square()).sqrt()
+        near = {"rtol": 1e-4, "atol": 0.0} if dtype == torch.float32 else {}
+        torch.testing.assert_close(found.mean, first.to(dtype), **near)
+        expected = spread.to(dtype).where(spread < 1e19, spread.new_tensor(math.inf).to(dtype))
+        torch.testing.assert_close(found.stddev, expected if near else spread, **near)

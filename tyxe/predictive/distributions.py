@@ -21,6 +21,8 @@ from tyxe.likelihoods import (
     HomoskedasticGaussian,
     Joint,
     Likelihood,
+    NegativeBinomial,
+    Poisson,
 )
 from tyxe.likelihoods.joint import of_part
 from tyxe.likelihoods.reductions import log_mean_exp, mean_over
@@ -189,17 +191,48 @@ def gaussian_distribution(likelihood: Likelihood, outputs: GaussianOutputs) -> A
     found = distribution_at_draws(likelihood, samples, latents, weights)
     if weights is None or not isinstance(found, PredictiveMixture):
         return found
-    return _Integrated(found.parts, weights, partial(_density_over_outputs, likelihood, outputs))
+    is_count = isinstance(likelihood, Poisson | NegativeBinomial)
+    moments = _moments_of_counts(likelihood, outputs) if is_count else None
+    density = partial(_density_over_outputs, likelihood, outputs)
+    return _Integrated(found.parts, weights, density, moments)
+
+
+def _moments_of_counts(likelihood: Likelihood, outputs: GaussianOutputs) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of counts whose mean is log-normal.
+
+    With `v` the variance of its log, its square has the mean `M^2 exp(v)`, which may come from
+    further away than nodes are.
+    """
+    variance, dtype = precise(outputs.variance()), at_least_float32(outputs.mean).dtype
+    at_mean = likelihood.predictive_distribution(precise(outputs.mean) + variance / 2)
+    mean, dispersed = at_mean.mean, at_mean.variance - at_mean.mean
+    total = mean + mean.square() * variance.expm1() + dispersed * variance.exp()
+    return mean.to(dtype), total.to(dtype)
 
 
 class _Integrated(PredictiveMixture):
-    """A mixture over nodes whose density is an integral over a finer grid."""
+    """A mixture over nodes whose density is an integral over a finer grid.
+
+    Its mean and variance may be given.
+    """
 
     def __init__(
-        self, parts: Any, weights: Tensor, log_density: Callable[[Tensor], Tensor]
+        self,
+        parts: Any,
+        weights: Tensor,
+        log_density: Callable[[Tensor], Tensor],
+        moments: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__(parts, weights)
-        self._log_density = log_density
+        self._log_density, self._moments = log_density, moments
+
+    @property
+    def mean(self) -> Tensor:
+        return super().mean if self._moments is None else self._moments[0]
+
+    @property
+    def variance(self) -> Tensor:
+        return super().variance if self._moments is None else self._moments[1]
 
     def log_prob(self, value: Tensor) -> Tensor:
         shape = self.batch_shape + self.event_shape
