@@ -51,6 +51,7 @@ def predictions(bnn: Any, x: Tensor, count: int, **how: Any) -> dict[str, Callab
 
     return {
         "predict, ours": lambda: predict,
+        "predict(compile=True), ours": lambda: functools.partial(predict, compile=True),
         "predict(vectorize=False), ours": lambda: functools.partial(predict, vectorize=False),
         "predict(vectorize=True), ours": lambda: functools.partial(predict, vectorize=True),
         "to_ensemble, ours": ensemble,

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from training_step import SCALE, make_bnn
 
 NUM_PREDICTIONS = 32
-OURS = {"vectorize=False": False, "vectorize=True": True, "default": None}
+OURS = {
+    "vectorize=False": {"vectorize": False},
+    "vectorize=True": {"vectorize": True},
+    "compile=True": {"compile": True},
+    "default": {},
+}
 
 
 def plain_forwards(net: nn.Module, x: Tensor, count: int) -> Callable[[], None]:
@@ -43,11 +48,20 @@ def contestants(net: nn.Module, x: Tensor, count: int) -> list[Contestant]:
         Contestant("loop, by hand", run_with(by_hand.loop), "by hand"),
         Contestant("vmap, by hand", run_with(by_hand.vmapped), "by hand"),
     ]
-    for name, vectorize in OURS.items():
-        ours = run_with(bnn.predict, num_predictions=count, vectorize=vectorize)
-        limit = "vmap, by hand" if vectorize else "loop, by hand"
+    for name, options in OURS.items():
+        ours = run_with(bnn.predict, num_predictions=count, **options)
+        limit = "vmap, by hand" if options.get("vectorize") else "loop, by hand"
         found.append(Contestant(f"{name}, ours", ours, "ours", limit))
     return found
+
+
+def small_case(smoke_test: bool) -> Case:
+    """Return the case of a net that takes less time than Python does."""
+    net = nn.Sequential(
+        nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 10)
+    )
+    found = contestants(net, torch.randn(10, 8), 3 if smoke_test else NUM_PREDICTIONS)
+    return Case("small", "MLP 8-50-50-10, 10 rows, 32 draws", "prediction", 25, found)
 
 
 def mlp_case(smoke_test: bool) -> Case:
@@ -69,5 +83,5 @@ if __name__ == "__main__":
     run(
         "Seconds of one prediction from 32 posterior draws, and ratios to 32 plain forwards and "
         "to the same by hand.",
-        {"mlp": mlp_case, "resnet18": resnet_case},
+        {"small": small_case, "mlp": mlp_case, "resnet18": resnet_case},
     )

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tyxe.errors import warn
+from tyxe.threads import exclusive
 
 # Where torch.fx keeps the source of all that it has traced, for tracebacks, and lets none go.
 _SOURCES = torch.fx.graph_module._loader
@@ -153,11 +154,22 @@ class Program:
 
     def __call__(self, *arguments: Any) -> Any:
         """Return what the function returns."""
+        return self.returned(self.at_leaves(*self._leaves_of(arguments)))
+
+    def capture(self, *arguments: Any) -> None:
+        """Run as one launch of a graph from now on.
+
+        Raises:
+            RuntimeError: it cannot be captured, or its graph gives other numbers.
+        """
+        self._graph = captured(self.at_leaves, self._leaves_of(arguments))
+
+    def _leaves_of(self, arguments: tuple[Any, ...]) -> list[Any]:
         leaves = pytree.tree_leaves(arguments)
-        if self._strides is not None:
-            pairs = zip(leaves, self._strides, strict=True)
-            leaves = [leaf if leaf.stride() == s else _strided(leaf, s) for leaf, s in pairs]
-        return self.returned(self.at_leaves(*leaves))
+        if self._strides is None:
+            return leaves
+        pairs = zip(leaves, self._strides, strict=True)
+        return [leaf if leaf.stride() == s else _strided(leaf, s) for leaf, s in pairs]
 
     def returned(self, leaves: Sequence[Tensor]) -> Any:
         """Return the containers that the function returns from their leaves."""
@@ -182,15 +194,17 @@ class Programs:
     warning with the reason of the former. `what` is compiled, in the plural, for that warning.
     """
 
-    def __init__(self, what: str, device: torch.device) -> None:
+    def __init__(self, what: str) -> None:
         self._what = what
         self._programs: dict[Any, Program] = {}
         self._used: set[Any] = set()
         self.seconds = 0.0  # that compilation has taken
-        # What has no compiler there can be captured.
-        self._fails = not has_programs(device)
-        if self._fails:
-            warn(f"compile=True needs a C++ compiler, and none is found: {what} run uncompiled")
+        self._fails = False
+
+    def refuse(self, why: str) -> None:
+        """Have no programs from now on, and say why."""
+        warn(f"compile=True{why}")
+        self._fails = True
 
     def begin(self) -> None:
         """Begin a run, for whose shapes programs of earlier runs may go."""
@@ -206,11 +220,8 @@ class Programs:
             try:
                 self._programs[key] = make()
             except Exception as error:  # of the user's net, the tracer or the compiler
-                warn(
-                    f"compile=True: {self._what} are no program, and run uncompiled: "
-                    f"{reason_of(error)}"
-                )
-                self._fails = True
+                reason = reason_of(error)
+                self.refuse(f": {self._what} are no program, and run uncompiled: {reason}")
             self.seconds += time.perf_counter() - start
         if self._fails or key not in self._programs:
             return None
@@ -246,10 +257,11 @@ def captured(
     run = Capture(lambda: function(*places), places[0].device)
 
     def launched(*given: Tensor) -> list[Tensor]:
-        copy_into(places, given)
-        found = run()
-        copies = [torch.empty_like(one) for one in found]
-        copy_into(copies, found)
+        with exclusive():  # another thread's would take the same places
+            copy_into(places, given)
+            found = run()
+            copies = [torch.empty_like(one) for one in found]
+            copy_into(copies, found)
         return copies
 
     pairs = zip(launched(*leaves), expected, strict=True)

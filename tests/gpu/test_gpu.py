@@ -196,6 +196,31 @@ def test_draws_at_once_give_the_outputs_of_draws_one_by_one(front: str) -> None:
     torch.testing.assert_close(ensemble(x.to(DEVICE)), found[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("front", FRONTS)
+def test_captured_predictions_have_the_numbers_of_eager_ones(
+    monkeypatch: pytest.MonkeyPatch, full_precision: None, front: str
+) -> None:
+    made = []
+
+    def keep(*arguments: Any) -> Capture:
+        made.append(Capture(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(program, "Capture", keep)
+    net = nn.Sequential(FRONTS[front](), nn.Flatten(), nn.Tanh(), nn.Linear(16, 2)).to(DEVICE)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(24, scale=0.5)
+    bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal)
+    for x in torch.randn(3, 24, 8):
+        with torch.no_grad():
+            bnn.net_guide.locs["3.bias"].add_(1)
+        found = []
+        for compile in (False, True):
+            torch.manual_seed(0)
+            found.append(bnn.predict(x, num_predictions=9, aggregate=False, compile=compile))
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+    assert len(made) == IS_GPU
+
+
 @pytest.mark.parametrize("vectorize", [False, None])
 def test_draws_that_are_parts_of_a_vector_run_in_fused_layers(vectorize: bool | None) -> None:
     """These kernels want weights that start at multiples of 16 bytes."""

@@ -105,9 +105,10 @@ class DropoutBNN(VariationalBNN):
         num_predictions: int,
         vectorize: bool | None = None,
         again: ReplayedDraws | None = None,
+        compile: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._dropping() if num_predictions else nullcontext():
-            return super()._stacked_outputs(inputs, num_predictions, vectorize, again)
+            return super()._stacked_outputs(inputs, num_predictions, vectorize, again, compile)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:

@@ -272,14 +272,20 @@ class BNN(Saved, nn.Module):
             tensors |= {id(p): p.detach() for p in others}
         return StandIn(self.net, self._outline, tensors, modes_of(self), statistics)
 
-    def _tensors_at(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Return values of sites, as handlers have them, by the `id` of the parameter there."""
+    def _tensors_at(
+        self, values: Mapping[str, Tensor], others: Mapping[int, Tensor] | None = None
+    ) -> dict[int, Tensor]:
+        """Return values of sites, as handlers have them, by the `id` of the parameter there.
+
+        `others` are other tensors in the places of parameters, for sites that are a part of one.
+        """
         tensors: dict[int, Tensor] = {}
         prefix = self.net_prior.prefix
         for name, slots in self._slots.items():
             check_samples(name, values)
             value = substitute_site(name, values[name])
             own: Any = slots[0][0]._parameters[slots[0][1]]
+            own = (others or {}).get(id(own), own)
             value = aligned(self.net_prior.whole_of(name.removeprefix(prefix), own, value))
             tensors |= {id(module._parameters[attribute]): value for module, attribute in slots}
         return tensors

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +19,7 @@ from tyxe.autocast import is_close
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.standin import Outline, StandIn, modes_of
 from tyxe.poutine.draw import draws_are_lazy
-from tyxe.program import Program, Programs, check_equal, dense, is_dense
+from tyxe.program import Program, Programs, check_equal, dense, has_programs, is_dense
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import handlers, unvalidated
 from tyxe.util import Inputs, kind_of_batch, same_numbers
@@ -203,7 +203,9 @@ class CompiledSteps:
 
     def __init__(self, fingerprint: Any, device: torch.device) -> None:
         self.fingerprint = fingerprint
-        self.programs = Programs("steps", device)
+        self.programs = Programs("steps")
+        if not has_programs(device):
+            self.programs.refuse(" needs a C++ compiler, and none is found: steps run uncompiled")
 
     def __call__(
         self,
@@ -318,25 +320,33 @@ class ObjectiveFunction:
 
     def what_changes(self, batch: Any) -> str:
         """Say what a second forward returns or leaves otherwise, or nothing if it is the same."""
-        held = [t.detach() for t in self._tensors]
-        before, losses, left = [t.clone() for t in held], [], []
-        stand_in = self._at(self._tensors)
-        given = {id(t) for t in (*stand_in.net.parameters(), *stand_in.net.buffers())}
-        for _ in range(2):
-            with torch_rng_kept():
-                try:
-                    loss, _ = self._run(stand_in, self._tensors, batch, [1.0])
-                finally:
-                    restore(held, before)
-                losses.append(loss.detach())
-                left.append(_Description(given, by_numbers=True)(stand_in.net))
-        if not _is_alike(*losses):
-            return (
-                "its forward depends on what an earlier one has left, or on random numbers that "
-                "are not PyTorch's"
-            )
-        same = left[0] == left[1]
-        return "" if same else "its forward changes what the net holds, such as a number of calls"
+        stand_in, held = self._at(self._tensors), [t.detach() for t in self._tensors]
+        return what_changes(
+            stand_in.net, lambda: self._run(stand_in, self._tensors, batch, [1.0])[0], held
+        )
+
+
+def what_changes(net: nn.Module, forward: Callable[[], Tensor], held: Sequence[Tensor]) -> str:
+    """Say what a second forward of a stand-in returns or leaves otherwise, if anything.
+
+    What a forward writes into the tensors that are held is undone.
+    """
+    before, found, left = [t.clone() for t in held], [], []
+    given = {id(t) for t in (*net.parameters(), *net.buffers())}
+    for _ in range(2):
+        with torch_rng_kept():
+            try:
+                found.append(forward().detach())
+            finally:
+                restore(held, before)
+            left.append(_Description(given, by_numbers=True)(net))
+    if not _is_alike(*found):
+        return (
+            "its forward depends on what an earlier one has left, or on random numbers that are "
+            "not PyTorch's"
+        )
+    same = left[0] == left[1]
+    return "" if same else "its forward changes what the net holds, such as a number of calls"
 
 
 def _program(

@@ -17,6 +17,7 @@ from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, check_iterable, device_for, is_loader, on_device
 from tyxe.bnn.passes import NetOnBatch, ReplayedDraws, not_vectorized, stacked, unstacked
 from tyxe.bnn.reading import look_at_sites
+from tyxe.bnn.traced import TracedNet
 from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products
@@ -156,6 +157,7 @@ class PosteriorBNN(BNN):
         num_predictions: int,
         vectorize: bool | None = None,
         again: ReplayedDraws | None = None,
+        compile: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return outputs of all draws, `(S, n, ...)`, and the likelihood's variables.
 
@@ -166,6 +168,15 @@ class PosteriorBNN(BNN):
             look_at_sites(self, inputs, needs_gradients=False)
         is_alone = draws_are_lazy() or self._averages_norms
         net = NetOnBatch(self, inputs, keeps=num_predictions > 1 and not self._averages_norms)
+        if compile and self._slots:
+            if is_alone or handlers() or torch.is_grad_enabled():
+                raise ValueError(
+                    "compile=True needs drawn weights, the same statistics of norms and no "
+                    "gradients, but a handler is active, update_norm_statistics has been called, "
+                    "or enable_grad is set; leave compile out"
+                )
+            traced = TracedNet(self, inputs, vectorize, net.many)
+            return self._at_stacks(traced, num_predictions, again)
         if vectorize and self._slots:
             if is_alone:
                 not_vectorized(
@@ -207,7 +218,7 @@ class PosteriorBNN(BNN):
         """Yield what `_draws_or_mean` does in stacks, of which each fits into memory."""
         at_once = self._at_once(num_predictions) if num_predictions else None
         if at_once is not None:
-            yield from again.over(at_once)
+            yield from again.over(at_once, self._size_of_draw() * num_predictions)
             return
         draws = self._draws_or_mean(num_predictions, again)
         while rows := [*itertools.islice(draws, self._most_drawn())]:
@@ -256,11 +267,14 @@ class PosteriorBNN(BNN):
         return outputs, self._latents(kept)
 
     def _drawing(
-        self, predictive: str | Outputs | None = None, vectorize: bool | None = None
+        self,
+        predictive: str | Outputs | None = None,
+        vectorize: bool | None = None,
+        compile: bool = False,
     ) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
         """Return `_stacked_outputs` or `_linearized_outputs`: one function of the inputs a draw."""
         if self._gaussian(predictive, 1, "mc") is None:
-            return partial(self._stacked_outputs, vectorize=vectorize)
+            return partial(self._stacked_outputs, vectorize=vectorize, compile=compile)
         if (predictive or self._default_predictive) != "glm":
             raise ValueError(
                 f"predictive is {described(predictive)}, which has the outputs of each point alone:"
@@ -332,12 +346,26 @@ class PosteriorBNN(BNN):
         return known[chosen] if count else None
 
     def _resolved(
-        self, num_predictions: int | None, predictive: str | Outputs | None, link: str
+        self,
+        num_predictions: int | None,
+        predictive: str | Outputs | None,
+        link: str,
+        compile: bool = False,
     ) -> tuple[int, Outputs | None, LinkOptions]:
-        """Return the number of draws of a prediction, and how it goes by Gaussian outputs if so."""
+        """Return the number of draws of a prediction, and how it goes by Gaussian outputs if so.
+
+        With `compile` a run of programs begins, and Gaussian outputs are a ValueError.
+        """
         predictive = self._default_predictive if predictive is None else predictive
         count = self._num_draws(num_predictions, predictive)
         gaussian = self._gaussian(predictive, count, link)
+        check.flags(compile=compile)
+        if compile and gaussian is not None:
+            raise ValueError(
+                "compile=True is for draws of weights: pass predictive='bnn', or leave compile out"
+            )
+        if compile and self._runtime.forwards is not None:
+            self._runtime.forwards[1].begin()
         return count, gaussian, self._link_options(gaussian, link, count)
 
     def _layer_precision(self, block: LinearBlock) -> Operator:

@@ -63,11 +63,11 @@ class ReplayedDraws:
             stream = self._streams[index].copy() if self.is_replayed else self._streams[0]
             with stream if is_apart else stream.as_generators():
                 group = [*itertools.islice(draws, count)]
-            if not group:
-                return
             if self.is_replayed and index + 1 == len(self._streams):
                 self._streams.append(stream)
             yield from group
+            if len(group) < count:
+                return
 
 
 # Those of the member of an ensemble, whose batches are one call each.
@@ -185,6 +185,10 @@ class NetOnBatch:
     def at_once(self, stacked: Mapping[str, Tensor], size: int | None = None) -> Tensor:
         """Return what `one_by_one` does, by `torch.vmap` of so many draws at a time."""
         return at_each(self, stacked, size)
+
+    def many(self, stacked: Mapping[str, Tensor]) -> Tensor:
+        """Return what `one_by_one` does, in the way that is taken by default."""
+        return self.at_many(stacked) if self.may_run_at_once() else self.one_by_one(stacked)
 
     def look(self, draws: Iterable[Mapping[str, Tensor]]) -> None:
         """Make passes until one has been compared, for passes in a transform, where none can be."""

@@ -153,6 +153,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         num_predictions: int | None = None,
         aggregate: bool = True,
         vectorize: bool | None = None,
+        compile: bool = False,
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
@@ -173,6 +174,11 @@ class SupervisedBNN(Derived, PosteriorBNN):
             vectorize: run draws at once under `torch.vmap`, or with `False` in a loop. By default
                 they run at once if that is faster and gives the same: for a last linear layer, and
                 on a GPU for other nets without random convolutions.
+            compile: run the net as a program that was traced at its first draws and compared there,
+                and on a GPU is launched as one graph. It is kept for later calls, and made anew
+                when the net changes otherwise than in the numbers of its tensors; globals that its
+                forward reads are not seen. All draws of a net without random convolutions and
+                recurrent layers run at once, unless `vectorize` says otherwise.
             batch_size: number of rows that go through the net at a time. Samples of Gaussian
                 outputs are drawn for each row, and so depend on it, unless they are joint.
             predictive: `"bnn"`, by draws of weights; or `"glm"`, by the net linearised about the
@@ -196,7 +202,9 @@ class SupervisedBNN(Derived, PosteriorBNN):
         Raises:
             TypeError: `"glm"` for a posterior that is not Gaussian.
             ValueError: a negative number of draws; `vectorize=True` with a handler that samples
-                inside the net; an unknown predictive or link; `joint` for `"gp"` or a function.
+                inside the net; an unknown predictive or link; `joint` for `"gp"` or a function;
+                `compile` with a handler, `enable_grad`, `update_norm_statistics`, or Gaussian
+                outputs.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -208,8 +216,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
         """
         check.flags(aggregate=aggregate, vectorize=vectorize, joint=joint)
         check.flags(enable_grad=enable_grad)
-        count, gaussian, options = self._resolved(num_predictions, predictive, link)
-        draw = self._drawing(predictive if joint else "bnn", vectorize)
+        count, gaussian, options = self._resolved(num_predictions, predictive, link, compile)
+        draw = self._drawing(predictive if joint else "bnn", vectorize, compile)
 
         def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
             if gaussian is not None and (aggregate or not joint):
@@ -235,6 +243,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         *inputs: Any,
         num_predictions: int | None = None,
         vectorize: bool | None = None,
+        compile: bool = False,
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
@@ -263,13 +272,13 @@ class SupervisedBNN(Derived, PosteriorBNN):
             (torch.Size([5, 1]), torch.Size([5, 1]), torch.Size([5]))
         """
         check.flags(vectorize=vectorize, enable_grad=enable_grad)
-        count, gaussian, options = self._resolved(num_predictions, predictive, link)
+        count, gaussian, options = self._resolved(num_predictions, predictive, link, compile)
         latents: dict[str, Tensor] = {}
 
         def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
             if gaussian is not None:
                 return gaussian(inputs)
-            outputs, own = self._stacked_outputs(inputs, count, vectorize, again)
+            outputs, own = self._stacked_outputs(inputs, count, vectorize, again, compile)
             latents.update(own)  # the same for all batches
             return outputs
 
@@ -288,6 +297,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         *inputs: Any,
         num_samples: int = 100,
         vectorize: bool | None = None,
+        compile: bool = False,
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
         joint: bool = False,
@@ -315,8 +325,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
         """
         num_samples = check.count("num_samples", num_samples)
         check.flags(joint=joint, vectorize=vectorize)
-        _, gaussian, options = self._resolved(num_samples, predictive, "mc")
-        draw = self._drawing(predictive if joint else "bnn", vectorize)
+        _, gaussian, options = self._resolved(num_samples, predictive, "mc", compile)
+        draw = self._drawing(predictive if joint else "bnn", vectorize, compile)
 
         def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
             if gaussian is not None and not joint:
@@ -342,6 +352,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         reduction: str = "sum",
         *,
         vectorize: bool | None = None,
+        compile: bool = False,
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
@@ -376,7 +387,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
                 reduction, or `"none"` of several processes.
         """
         y = check_evaluation(self, input_data, y, reduction, process_group)
-        score = self._scorer(num_predictions, aggregate, vectorize, predictive, link)
+        score = self._scorer(num_predictions, aggregate, vectorize, predictive, link, compile)
         how = reduction, batch_size, unpack, process_group
         return evaluated(self, score, input_data, y, *how)
 
@@ -387,10 +398,11 @@ class SupervisedBNN(Derived, PosteriorBNN):
         vectorize: bool | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
+        compile: bool = False,
     ) -> Callable[[Inputs, Tensor, ReplayedDraws], Scores]:
         """Return what scores a batch in `evaluate`, whose arguments these are."""
         check.flags(aggregate=aggregate, vectorize=vectorize)
-        count, gaussian, options = self._resolved(num_predictions, predictive, link)
+        count, gaussian, options = self._resolved(num_predictions, predictive, link, compile)
 
         def score(inputs: Inputs, targets: Tensor, again: ReplayedDraws) -> Scores:
             check_has_targets(targets)
@@ -398,7 +410,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             if gaussian is not None:
                 mean, covariance = (rows_of(part, rows, 0) for part in gaussian(inputs))
                 return gaussian_scores(self.likelihood, mean, covariance, kept, options)
-            outputs, latents = self._stacked_outputs(inputs, count, vectorize, again)
+            outputs, latents = self._stacked_outputs(inputs, count, vectorize, again, compile)
             return mixture_scores(
                 self.likelihood, rows_of(outputs, rows, 1), latents, kept, aggregate
             )

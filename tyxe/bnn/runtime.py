@@ -43,8 +43,9 @@ class Runtime:
     linearized: Linearized = field(default_factory=Linearized)
     # Whether a fit has looked at the scale of inputs.
     has_met_inputs: bool = False
-    # The compiled steps of the last fit.
+    # The compiled steps of the last fit, and the programs of predictions with the net they are of.
     steps: Any = None
+    forwards: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         return Runtime()

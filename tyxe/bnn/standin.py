@@ -88,6 +88,12 @@ class Outline:
                 self.is_random = {}  # such as by a rate of dropout that was zero
             self._look([part])
 
+    def look_again(self, parts: Iterable[nn.Module]) -> int:
+        """Look at what has come to parts, and return how often any was seen to have changed."""
+        for part in parts:
+            self.follow(part)
+        return self.version
+
     def filled(self, part: nn.Module) -> list[str]:
         """Return the attributes whose contents were changed in place since the last look."""
         own, contents = part.__dict__, self._contents.get(part, {})
@@ -95,7 +101,7 @@ class Outline:
 
     def _look(self, parts: Iterable[nn.Module]) -> None:
         own = self._net.modules()
-        targets = {id(one) for part in own for one in (part, *_tensors_of(part))}
+        targets = {id(one) for part in own for one in (part, *tensors_of(part))}
         for part in parts:
             seen, contents = self._seen.get(part, {}), self._contents.get(part, {})
             self._seen[part] = now = dict(part.__dict__)
@@ -125,7 +131,7 @@ class Outline:
             del self.links[part]
 
 
-def _tensors_of(part: nn.Module) -> Iterator[Tensor]:
+def tensors_of(part: nn.Module) -> Iterator[Tensor]:
     """Yield a part's own parameters and buffers."""
     own = (*part._parameters.values(), *part._buffers.values())
     return (tensor for tensor in own if tensor is not None)
@@ -369,7 +375,7 @@ class StandIn:
         links = dict(self._outline.links)
         of = {part: {*names} for part, names in links.items() if part in self._twins}
         if of:
-            held = (t for part in self._twins for t in _tensors_of(part))
+            held = (t for part in self._twins for t in tensors_of(part))
             memo = {**self._outline.shared, **{id(t): t for t in held}, **self._tensors}
             memo |= {id(part): twin for part, twin in self._twins.items()}
             for part, names in of.items():

@@ -1,0 +1,331 @@
+"""Predictions as programs: those of the net itself, for as long as the net is what it was."""
+
+import functools
+import threading
+import warnings
+
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tests.oracles.bnns import HIDE_NORMS, NORMAL, chains, laplace, mean_field, mlp, swag
+from tests.oracles.nets import NetOf, ReadLast, kind_and_size
+from tests.oracles.predictions import seeded
+from tests.oracles.recorded import Recorded
+from tyxe import program
+from tyxe.bnn import traced
+
+N, DRAWS = 6, 5
+X, Y = torch.randn(N, 4), torch.randint(3, (N,))
+CLASSES = tyxe.likelihoods.Categorical(N)
+WIDE = functools.partial(tyxe.guides.AutoNormal, init_scale=0.3)
+
+
+def bnn_of(net, likelihood=CLASSES, prior=NORMAL):
+    return tyxe.VariationalBNN(net.eval(), prior, likelihood, WIDE)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The programs that predictions have made."""
+    found = []
+
+    class Kept(program.Program):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            found.append(self)
+
+    monkeypatch.setattr(traced, "Program", Kept)
+    return found
+
+
+def check_same(bnn, *inputs, method="predict", **options):
+    """Compare a prediction by programs, at first and later, with that by the net itself."""
+    run = functools.partial(getattr(bnn, method), *inputs, num_predictions=DRAWS, **options)
+    expected = seeded(run)
+    for _ in range(2):
+        found = seeded(functools.partial(run, compile=True))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x[:, None].expand(-1, 3, -1)).mean(1))
+
+
+NETS = {
+    "linear": lambda: mlp(4, 8, 3),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)
+    ),
+    "norm": lambda: nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3)
+    ),
+    "attention": Attends,
+    "tied": lambda: NetOf(lambda self, x: self.one(x) @ self.one.weight, one=nn.Linear(4, 3)),
+}
+
+
+@pytest.mark.parametrize("vectorize", [None, False])
+@pytest.mark.parametrize("net", NETS)
+def test_programs_predict_what_the_net_does(made, net, vectorize):
+    torch.manual_seed(0)
+    check_same(bnn_of(NETS[net](), prior=HIDE_NORMS), X, vectorize=vectorize)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("kind", [mean_field, chains, swag, laplace])
+@pytest.mark.parametrize("method", ["predict", "sample_predictive", "evaluate"])
+def test_of_every_posterior(made, kind, method):
+    torch.manual_seed(0)
+    bnn, data = kind(mlp(4, 8, 3), CLASSES), [(X, Y)]
+    if kind is laplace:
+        bnn.fit_curvature(data)
+    elif kind is chains:
+        bnn.fit(data, num_samples=DRAWS, warmup_steps=2, progress=False)
+    else:
+        bnn.fit(data, functools.partial(torch.optim.Adam, lr=0.01), 20, progress=False)
+    if method == "sample_predictive":
+        run = functools.partial(bnn.sample_predictive, X, num_samples=DRAWS, predictive="bnn")
+        assert torch.equal(seeded(run), seeded(functools.partial(run, compile=True)))
+    else:
+        given = (X, Y) if method == "evaluate" else (X,)
+        check_same(bnn, *given, method=method, predictive="bnn")
+    assert len(made) == 1
+
+
+def test_with_a_variable_of_the_likelihood_and_named_outputs(made):
+    noise = tyxe.likelihoods.HomoskedasticGaussian(N, scale=dist.LogNormal(0.0, 1.0))
+    guides = WIDE, tyxe.guides.AutoNormal
+    check_same(tyxe.VariationalBNN(mlp(4, 8, 1).eval(), NORMAL, noise, *guides), X)
+    parts = NetOf(
+        lambda self, x: {"kind": self.one(x)[:, :2], "size": self.one(x)[:, 2:]},
+        one=nn.Linear(4, 3),
+    )
+    check_same(bnn_of(parts, kind_and_size(N)), X)
+    assert len(made) == 2
+
+
+def test_part_of_a_parameter_follows_the_rest(made):
+    net = mlp(4, 8, 3).eval()
+    prior = tyxe.priors.SubnetworkPrior(NORMAL, 9, by="magnitude")
+    bnn = tyxe.VariationalBNN(net, prior, CLASSES, WIDE)
+    check_same(bnn, X)
+    with torch.no_grad():
+        for own in bnn.net.parameters():
+            own.mul_(2)
+    check_same(bnn, X)
+    assert len(made) == 1
+
+
+def test_a_distribution_and_batches_of_two_sizes(made):
+    bnn = bnn_of(mlp(4, 8, 3))
+    expected = seeded(lambda: bnn.predictive(X, num_predictions=DRAWS)).probs
+    found = seeded(lambda: bnn.predictive(X, num_predictions=DRAWS, compile=True, batch_size=4))
+    torch.testing.assert_close(found.probs, expected)
+    check_same(bnn, [X[:4], X[4:]])
+    assert len(made) == 2
+
+
+CALLS = []
+
+
+def noted(net, x):
+    CALLS.append(1)
+    return net.one(x)
+
+
+def test_the_net_itself_runs_no_more(made):
+    bnn = bnn_of(NetOf(noted, one=nn.Linear(4, 3)))
+    bnn.predict(X, num_predictions=DRAWS, compile=True)
+    CALLS.clear()
+    bnn.predict(X + 1, num_predictions=DRAWS, compile=True)
+    assert not CALLS
+
+
+CHANGES = {
+    "a fit": lambda bnn: bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.1), 2),
+    "numbers": lambda bnn: bnn.net.one.bias.data.fill_(3.0),
+    "an attribute": lambda bnn: setattr(bnn.net, "factor", 7.0),
+    "a buffer": lambda bnn: bnn.net.shift.fill_(5.0),
+    "another buffer": lambda bnn: setattr(bnn.net, "shift", torch.full((3,), 4.0)),
+    "another part": lambda bnn: setattr(bnn.net, "last", nn.Tanh()),
+    "parts in another order": lambda bnn: setattr(bnn.net, "last", bnn.net.other),
+    "a dtype": lambda bnn: bnn.double(),
+    "a setting of a part": lambda bnn: setattr(bnn.net.last, "negative_slope", 0.9),
+}
+
+
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.last, self.other = nn.Linear(4, 3), nn.LeakyReLU(), nn.Sigmoid()
+        self.factor = 2.0
+        self.register_buffer("shift", torch.zeros(3))
+
+    def forward(self, x):
+        return self.factor * self.last(self.one(x) + self.shift)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_later_is_noticed(change):
+    torch.manual_seed(0)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_parameters=["bias"])
+    bnn = bnn_of(Changing(), prior=prior)
+    check_same(bnn, X)
+    before = seeded(lambda: bnn.predict(X, num_predictions=DRAWS))
+    CHANGES[change](bnn)
+    x = X.double() if change == "a dtype" else X
+    check_same(bnn, x)
+    after = seeded(lambda: bnn.predict(x, num_predictions=DRAWS))
+    assert change == "a dtype" or not torch.allclose(before, after, atol=1e-3)
+
+
+def test_autocast_has_programs_of_its_own(made):
+    bnn = bnn_of(mlp(4, 8, 3))
+    check_same(bnn, X)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check_same(bnn, X, vectorize=False)
+    assert len(made) == 2
+
+
+def branches(net, x):
+    return net.one(x) if x.sum() > 0 else -net.one(x)
+
+
+def counts(net, x):
+    net.calls = getattr(net, "calls", 0) + 1
+    return net.one(x) * net.calls
+
+
+def writes(net, x):
+    net.total += 1
+    return net.one(x) + net.total
+
+
+def drops(net, x):
+    return nn.functional.dropout(net.one(x))
+
+
+REFUSED = {
+    branches: "data",
+    counts: "an earlier one has left",
+    writes: "writes into",
+    drops: "random numbers",
+}
+
+
+@pytest.mark.parametrize("forward", REFUSED, ids=lambda forward: forward.__name__)
+def test_nets_that_are_no_program_run_as_they_are(forward):
+    def make():
+        net = NetOf(forward, one=nn.Linear(4, 3))
+        net.register_buffer("total", torch.zeros(()))
+        return bnn_of(net)
+
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    bnn = make()
+    with pytest.warns(tyxe.TyxeWarning, match=REFUSED[forward]) as caught:
+        found = seeded(lambda: bnn.predict(X, num_predictions=DRAWS, compile=True))
+    assert len(caught) == 1
+    expected = seeded(lambda: plain.predict(X, num_predictions=DRAWS))
+    if forward in (branches, drops):  # the others keep count of the look at them
+        torch.testing.assert_close(found, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bnn.predict(X, num_predictions=DRAWS, compile=True)
+
+
+def test_hooks_and_other_inputs_have_no_programs():
+    bnn = bnn_of(mlp(4, 3))
+    bnn.net[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(tyxe.TyxeWarning, match="hooks would not run"):
+        check_same(bnn, X)
+    named = bnn_of(NetOf(lambda self, x, sign: sign * self.one(x), one=nn.Linear(4, 3)))
+    with pytest.warns(tyxe.TyxeWarning, match="not all of its inputs are tensors"):
+        check_same(named, X, -1.0)
+
+
+def test_what_programs_cannot_do():
+    bnn = bnn_of(mlp(4, 3))
+    for options in ({"enable_grad": True}, {"predictive": "glm"}):
+        with pytest.raises(ValueError, match="leave compile out"):
+            bnn.predict(X, compile=True, **options)
+    with (
+        poutine.trace(),
+        pytest.raises(ValueError, match="a handler is active"),
+    ):
+        bnn.predict(X, compile=True)
+    with pytest.raises(TypeError, match="compile"):
+        bnn.predict(X, compile="yes")
+
+
+def test_threads_share_programs(made):
+    bnn = bnn_of(mlp(4, 8, 3))
+    bnn.predict(X, num_predictions=0, compile=True)
+    expected = [bnn.predict(X + shift, num_predictions=0) for shift in range(4)]
+    found = [None] * 4
+
+    def run(shift):
+        for _ in range(20):
+            found[shift] = bnn.predict(X + shift, num_predictions=0, compile=True)
+
+    threads = [threading.Thread(target=run, args=(shift,)) for shift in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(found, expected)
+    assert len(made) == 1
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Let programs of a processor be captured."""
+    monkeypatch.setattr(program, "Capture", Recorded)
+    monkeypatch.setattr(traced, "has_graphs", lambda device: True)
+    monkeypatch.setattr(Recorded, "made", 0)
+    return Recorded
+
+
+def test_programs_are_captured_where_there_are_graphs(recorded, made):
+    bnn = bnn_of(mlp(4, 8, 3))
+    check_same(bnn, X)
+    check_same(bnn, X + 1)
+    with torch.no_grad():
+        bnn.net_guide.locs["0.weight"].add_(1)
+    check_same(bnn, X)
+    assert (recorded.made, len(made)) == (1, 1)
+
+
+def test_what_cannot_be_captured_is_traced(recorded, monkeypatch):
+    def refuse(function, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(program, "Capture", refuse)
+    with pytest.warns(tyxe.TyxeWarning, match="not permitted") as caught:
+        check_same(bnn_of(mlp(4, 8, 3)), X)
+    assert len(caught) == 1
+
+
+def test_members_of_an_ensemble_have_programs(made):
+    bnn = tyxe.EnsembleBNN(lambda index: bnn_of(mlp(4, 8, 3)), 2)
+    check_same(bnn, X)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+def test_recurrent_nets(cell):
+    bnn = bnn_of(ReadLast(cell, 1, 3, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_same(bnn, X)

@@ -1,0 +1,131 @@
+"""A net at draws of its weights as programs, which outlive the prediction they were made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tyxe.autocast import dtype_of_maps
+from tyxe.bnn.base import BNN
+from tyxe.bnn.compiled import what_changes
+from tyxe.bnn.passes import unstacked
+from tyxe.bnn.standin import StandIn, modes_of, tensors_of
+from tyxe.data import Picking
+from tyxe.errors import warn
+from tyxe.predictive.forwards import MOST_GIVEN, are_alike, has_hooks
+from tyxe.program import Program, Programs, check_equal, has_graphs, reason_of
+from tyxe.rng import torch_rng_kept
+from tyxe.threads import exclusive
+from tyxe.util import Inputs, at_each, kind_of_batch
+
+Values = dict[str, Tensor]
+
+
+class TracedNet:
+    """A net on one batch, as a function of stacked draws that runs as programs.
+
+    A program takes draws, the net's other tensors and the batch. It is compared with the net
+    itself at the first draws of a kind. All programs are made anew where a part of the net has
+    changed otherwise than in its parameters and buffers. A net without programs, after one warning,
+    and kinds of batches beyond the first few of a call run as `plain`, a function of stacked draws.
+
+    `at_once`: run all draws of a stack in one pass under `torch.vmap`, or one after the other. By
+    default nets do whose draws are of linear maps, embeddings and norms: random convolutions would
+    become grouped ones, and recurrent layers are refused.
+    """
+
+    def __init__(
+        self, bnn: BNN, inputs: Inputs, at_once: bool | None, plain: Callable[[Values], Tensor]
+    ) -> None:
+        self._bnn, self._inputs, self._plain = bnn, inputs, plain
+        random = [*bnn._in_places().values()]
+        parts, replaced = [*bnn.net.modules()], bnn._replaced()
+        if at_once is None:
+            convolves = any(own.dim() > 2 for own in random)
+            at_once = not convolves and not any(isinstance(one, nn.RNNBase) for one in parts)
+        given = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        self._size = max(1, MOST_GIVEN // max(1, given)) if at_once else 1
+        self._device = random[0].device
+        tensors = {id(t): t for part in parts for t in tensors_of(part)}
+        self._others = [t for key, t in tensors.items() if key not in replaced]
+        with exclusive():
+            self._programs = self._programs_of(parts)
+        self._kind = kind_of_batch((self._others, inputs)), at_once, dtype_of_maps(random[0])
+
+    def __call__(self, stacked: Values) -> Tensor:
+        """Return the net's outputs `(S, ...)` at draws that are stacked by site."""
+        parts = zip(*(value.split(self._size) for value in stacked.values()), strict=True)
+        return torch.cat([self._run(dict(zip(stacked, part, strict=True))) for part in parts])
+
+    def _run(self, values: Values) -> Tensor:
+        kind = kind_of_batch(values), self._kind
+        with exclusive():
+            program = self._programs.find(kind, partial(self._made, values))
+        if program is None:
+            return self._plain(values)
+        found: Tensor = program(values, self._others, self._inputs)
+        return found
+
+    def _programs_of(self, parts: list[nn.Module]) -> Programs:
+        """Return the programs of a net of these parts as it is now."""
+        bnn, runtime = self._bnn, self._bnn._runtime
+        modes = modes_of(bnn)
+        now = (
+            bnn._outline.look_again(parts),
+            [[*part._modules.items()] for part in parts],
+            None if modes is None else [*modes.values()],
+        )
+        if runtime.forwards is None or runtime.forwards[0] != now:
+            runtime.forwards = now, Programs("predictions")
+        found: Programs = runtime.forwards[1]
+        return found
+
+    def _made(self, values: Values) -> Program:
+        net, given = self._bnn.net, (values, self._others, self._inputs)
+        if has_hooks(net, Picking):
+            raise RuntimeError("its hooks would not run")
+        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(self._inputs)):
+            raise RuntimeError("not all of its inputs are tensors")
+        with torch_rng_kept():
+            expected = self._expected(values)
+            # Attention is among the operations that may draw, and does not without dropout.
+            program = Program(self._forward, *given, how="traced", draws=True)
+            check_equal("it", are_alike, [(program(*given), expected)])
+        if has_graphs(self._device):
+            try:
+                program.capture(*given)
+            except RuntimeError as error:
+                reason = reason_of(error)
+                warn(f"compile=True: predictions are not captured in a graph: {reason}")
+        return program
+
+    def _expected(self, values: Values) -> Tensor:
+        """Return outputs of the net itself, which may not draw, nor leave anything behind."""
+        draws, versions = [*unstacked(values)], [t._version for t in self._others]
+        stand_in = self._bnn._stand_in(draws[0])
+        forward = partial(stand_in.call_apart, self._inputs)
+        if reason := what_changes(stand_in.net, forward, self._others):
+            raise RuntimeError(reason)
+        outputs = [self._bnn._run_net(draw, self._inputs) for draw in draws]
+        if stand_in.is_random:
+            raise RuntimeError("its forward draws random numbers")
+        if versions != [t._version for t in self._others]:
+            raise RuntimeError("its forward writes into buffers")
+        return torch.stack(outputs)
+
+    def _forward(self, values: Values, others: list[Tensor], inputs: Inputs) -> Tensor:
+        bnn = self._bnn
+        swapped = {id(own): value for own, value in zip(self._others, others, strict=True)}
+
+        def at(draw: Values) -> Tensor:
+            tensors = swapped | bnn._tensors_at(draw, swapped)
+            net = StandIn(bnn.net, bnn._outline, tensors, modes_of(bnn), has_buffers=True)
+            found: Tensor = net.call_apart(inputs)
+            return found
+
+        draws = [*unstacked(values)]
+        return at(draws[0])[None] if len(draws) == 1 else at_each(at, values)
