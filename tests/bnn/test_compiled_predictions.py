@@ -245,11 +245,25 @@ def test_nets_that_are_no_program_run_as_they_are(forward):
         bnn.predict(X, num_predictions=DRAWS, compile=True)
 
 
-def test_hooks_and_other_inputs_have_no_programs():
-    bnn = bnn_of(mlp(4, 3))
-    bnn.net[0].register_forward_hook(lambda *_: None)
-    with pytest.warns(tyxe.TyxeWarning, match="hooks would not run"):
+def hook_of_all(part, hook):
+    return nn.modules.module.register_module_forward_hook(hook)
+
+
+def test_hooks_run_where_they_come_later_and_are_removed(made):
+    bnn, seen = bnn_of(mlp(4, 3)), []
+    check_same(bnn, X)
+    for register in (nn.Module.register_forward_hook, hook_of_all):
+        handle = register(bnn.net[0], lambda *_: seen.append(1))
+        with pytest.warns(tyxe.TyxeWarning, match="hooks would not run"):
+            check_same(bnn, X)
+        assert len(seen) == 3 * DRAWS * (1 if register is not hook_of_all else 2)
+        handle.remove()
         check_same(bnn, X)
+        seen.clear()
+    assert len(made) == 3
+
+
+def test_other_inputs_have_no_programs():
     named = bnn_of(NetOf(lambda self, x, sign: sign * self.one(x), one=nn.Linear(4, 3)))
     with pytest.warns(tyxe.TyxeWarning, match="not all of its inputs are tensors"):
         check_same(named, X, -1.0)

@@ -78,6 +78,7 @@ class TracedNet:
             bnn._outline.look_again(parts),
             [[*part._modules.items()] for part in parts],
             None if modes is None else [*modes.values()],
+            has_hooks(bnn.net, Picking),
         )
         if runtime.forwards is None or runtime.forwards[0] != now:
             runtime.forwards = now, Programs("predictions")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as of_all
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tyxe.rng import torch_rng
@@ -154,6 +155,8 @@ def are_alike(found: Tensor, outputs: Tensor) -> bool:
 
 def has_hooks(net: nn.Module, allowed: type) -> bool:
     """Whether a net has hooks, which expect tensors of one draw, but for those of a type."""
+    if of_all._global_forward_hooks or of_all._global_forward_pre_hooks:
+        return True
     return any(
         part._forward_pre_hooks
         or (
