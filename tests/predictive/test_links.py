@@ -139,8 +139,22 @@ def test_bridge_is_its_formula(num_classes):
 def test_probit_of_a_class_that_the_net_masks():
     mean = torch.tensor([[0.5, -1.0, -torch.inf]], dtype=torch.float64)
     covariance = torch.diag_embed(torch.tensor([[1.0, 2.0, 0.0]], dtype=torch.float64))
-    expected = links.log_probit(mean.clamp_min(-1e6), covariance).exp()
-    torch.testing.assert_close(links.log_probit(mean, covariance).exp(), expected)
+    expected = links.log_probit(mean.clamp_min(-1e6), covariance)
+    expected[0, 2] = -torch.inf
+    torch.testing.assert_close(links.log_probit(mean, covariance), expected)
+    mean[0, 2] = torch.finfo(mean.dtype).min  # as some nets mask
+    assert links.log_probit(mean, covariance)[0, 2].isfinite()
+    mean = torch.tensor([[0.5, -1.0, -torch.inf]]).requires_grad_()
+    (gradient,) = torch.autograd.grad(links.log_probit(mean, torch.eye(3)[None])[0, 0], mean)
+    torch.testing.assert_close(gradient[0, 0], -gradient[0, 1])
+    assert gradient[0, 2] == 0
+
+
+def test_probit_of_many_classes_is_that_of_all_at_a_time(monkeypatch):
+    mean, covariance = torch.randn(2, 3, 70).double(), covariances(6, 70).view(2, 3, 70, 70)
+    found = links.log_probit(mean, covariance)
+    monkeypatch.setattr(links, "AT_A_TIME", 70)
+    torch.testing.assert_close(found, links.log_probit(mean, covariance), rtol=1e-12, atol=1e-12)
 
 
 def test_bridge_refuses_masked_classes():

@@ -27,6 +27,8 @@ Link = Callable[[Tensor, Tensor, int], Tensor]
 NUM_SAMPLES = 100
 # Numbers drawn at a time, which bounds the memory for large outputs such as one for each pixel.
 CHUNK = 2**22
+# Classes whose differences from all others are made at a time by `log_probit`, for the same reason.
+AT_A_TIME = 32
 
 
 # --------------------------------------------------------------------------- class logits
@@ -57,12 +59,16 @@ def log_probit(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor
     1; MacKay (1992), The evidence framework applied to classification networks.
     """
     mean, covariance = _check_classes(mean, covariance)
-    mean = mean.clamp_min(torch.finfo(mean.dtype).min)  # of classes that the net masks, by -inf
-    own = covariance.diagonal(dim1=-2, dim2=-1)
-    variance = own.unsqueeze(-1) + own.unsqueeze(-2) - 2 * covariance
-    ratio = mean.shape[-1] / max(2 * mean.shape[-1] - 2, 1)
-    differences = _shrunk(mean.unsqueeze(-2) - mean.unsqueeze(-1), ratio * variance)
-    return (-differences.logsumexp(-1)).log_softmax(-1)
+    is_masked = mean.isneginf()  # by the net
+    mean = mean.clamp_min(torch.finfo(mean.dtype).min)
+    own, size = covariance.diagonal(dim1=-2, dim2=-1), mean.shape[-1]
+    ratio, parts = size / max(2 * size - 2, 1), []
+    for start in range(0, size, AT_A_TIME):
+        i = slice(start, start + AT_A_TIME)
+        variance = own[..., i, None] + own[..., None, :] - 2 * covariance[..., i, :]
+        differences = _shrunk(mean.unsqueeze(-2) - mean[..., i, None], ratio * variance)
+        parts.append(-differences.logsumexp(-1))
+    return torch.cat(parts, -1).masked_fill(is_masked, -math.inf).log_softmax(-1)
 
 
 def log_bridge(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
