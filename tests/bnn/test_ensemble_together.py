@@ -199,6 +199,7 @@ def of_relu():
 
 BRANCHES = of_layer(lambda self, x: self.layer(x) if bool(x.sum() < 1e9) else -self.layer(x))
 SCALED = of_layer(lambda self, x, factor=1.0: factor * self.layer(x))
+IN_TRAINING = of_layer(lambda self, x: self.layer(x) * (torch.nan if self.training else 1.0))
 REPLACES = of_layer(replaces, mean=nn.Buffer(torch.zeros(3).double()))
 COUNTS, ANNEALS = of_layer(counts, calls=0), of_layer(anneals, calls=0)
 CLIPPED = pyro.optim.SGD({"lr": 0.1}, {"clip_norm": 0.01})
@@ -226,6 +227,7 @@ REFUSED = {
     "num_particles": (lambda _: plain(), {"num_particles": 2}, "num_particles"),
     "processes": (lambda _: plain(), {"process_group": GROUP}, "fits in one process"),
     "not finite": (lambda _: plain(), {"data": INFINITE}, r"of members \[0, 1\] is not finite"),
+    "NaN in training": (lambda _: plain(IN_TRAINING), {}, r"of members \[0, 1\] is not finite"),
     "targets": (lambda _: plain(), {"data": [(X, Y), (X, Y + 1)]}, "to be within|3"),
     "points": (lambda _: plain(), {"data": [(X, Y), TWICE]}, f"dataset_size={N}"),
     "numbers": (lambda _: plain(SCALED), {"data": [((X, 2.0), Y)]}, "batches of tensors alone"),

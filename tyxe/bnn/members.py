@@ -105,7 +105,7 @@ def fit_stacked(
         optimizer,
         epochs(),
         clip_norm=clip_norm,
-        refuse=lambda bad, rows: _refuse(members, bad, rows),
+        refuse=lambda bad, rows: _refuse(members, bad, rows[bad[0]]),
         stopping=stopping,
     )
     # Held-out data were scored by the members themselves.
@@ -126,8 +126,8 @@ def fit_stacked(
     return histories
 
 
-def _refuse(members: list[Any], bad: list[int], rows: Sequence[Batch]) -> None:
-    check_one_batch(members[bad[0]], members[bad[0]]._one_draw, *rows[bad[0]])
+def _refuse(members: Sequence[Any], bad: list[int], batch: Batch) -> None:
+    check_one_batch(members[bad[0]], members[bad[0]]._one_draw, *batch)
     raise RuntimeError(
         f"training stopped: the loss or the gradient of members {bad} is not finite. All are "
         "as they were before; a smaller learning rate, or clip_norm, helps"
@@ -180,9 +180,13 @@ class StackedObjectives:
         self._function, first = functions[0], self._states[0]
         if reason := self._function.what_changes(batch):
             not_vectorized(f"takes nets that repeat their forwards, and of this one {reason}")
-        for index, (function, state) in enumerate(zip(functions, self._states, strict=True)):
+        given = [*zip(functions, self._states, strict=True)]
+        losses = [_loss_at(function, state, batch) for function, state in given]
+        if bad := [index for index, loss in enumerate(losses) if not loss.isfinite()]:
+            _refuse(bnns, bad, batch)
+        for index, (loss, state) in enumerate(zip(losses, self._states, strict=True)):
             if _kinds_of(state) != _kinds_of(first) or not torch.equal(
-                _loss_at(function, state, batch), _loss_at(self._function, state, batch)
+                loss, _loss_at(self._function, state, batch)
             ):
                 not_vectorized(
                     "takes members that differ in values of their tensors alone, and the net, "
