@@ -214,3 +214,28 @@ def test_a_net_in_eval_mode_is_trained_in_train_mode_and_exported_in_eval_mode()
     for sample in (False, True):
         assert not any(part.training for part in bnn.to_module(sample).modules())
     assert all(part.training for part in bnn.modules())
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a buffer, and in a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.free = nn.Linear(2, 3), nn.Parameter(torch.zeros(()))
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        with torch.no_grad():
+            self.free.add_(1)
+        return self.layer(x) + self.free
+
+
+def test_the_look_at_the_first_batch_changes_nothing_in_place():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_modules=["layer"], expose_all=False)
+    bnn = tyxe.VariationalBNN(Counting(), prior, Categorical(10), tyxe.guides.AutoNormal)
+    bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.0), 3)
+    assert bnn.net.calls == bnn.net.free == 3
+    with pytest.raises(ValueError, match="shape"):
+        bnn.fit([(X, Y[:-1])], ADAM, 1)
+    assert bnn.net.calls == bnn.net.free == 3

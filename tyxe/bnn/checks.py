@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe import check
 from tyxe.bnn.checkpoint import History
+from tyxe.bnn.compiled import restore
 from tyxe.bnn.reading import look_at_sites
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
@@ -72,13 +73,20 @@ def check_one_batch(
     """Raise if targets do not fit the predictions, or the batch is larger than the data set.
 
     The net runs once with a draw, in eval mode and without gradients, and the random generators are
-    set back afterwards. Sites that it does not read are looked for.
+    set back afterwards. So are buffers and trained parameters that it changes in place. Sites that
+    it does not read are looked for.
     """
-    with torch_rng_kept(), bnn._predicting():
-        predictions = bnn._run_net(draw(), inputs)
-        check_is_tensor(predictions)
-        check_batch(bnn.likelihood, predictions, targets)
-    look_at_sites(bnn, inputs, needs_gradients=True)
+    trained = [p.detach() for p in bnn.net.parameters() if p.requires_grad]
+    held = [*trained, *bnn.net.buffers()]
+    before = [tensor.clone() for tensor in held]
+    try:
+        with torch_rng_kept(), bnn._predicting():
+            predictions = bnn._run_net(draw(), inputs)
+            check_is_tensor(predictions)
+            check_batch(bnn.likelihood, predictions, targets)
+        look_at_sites(bnn, inputs, needs_gradients=True)
+    finally:
+        restore(held, before)
     _warn_of_inputs(bnn, inputs)
 
 
