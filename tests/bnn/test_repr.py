@@ -55,10 +55,13 @@ def test_the_net_is_shown_as_torch_shows_it():
 
 
 def test_nothing_is_random_under_maximum_likelihood():
-    found = lines(plain(nn.Linear(2, 3), Categorical()))
-    assert found["random weights"] == "0 of 9, in 0 sites"
-    assert found["likelihood"] == "Categorical(dataset_size=None)"
-    assert "guide" not in found
+    dropout = tyxe.DropoutBNN(nn.Linear(2, 3), Categorical())
+    for bnn in (plain(nn.Linear(2, 3), Categorical()), dropout):
+        found = lines(bnn)
+        assert found["random weights"] == "0 of 9, in 0 sites"
+        assert found["likelihood"] == "Categorical(dataset_size=None)"
+        assert "guide" not in found
+        assert "prior" not in found
 
 
 NOISE = "HomoskedasticGaussian(dataset_size=9, "

@@ -170,6 +170,8 @@ class BNN(Saved, nn.Module):
         """Say what the BNN is made of, how many weights are random, and whether it is fitted."""
         described = self._described()
         described["state"] = described.pop("state")  # the last line
+        if not self._slots:  # nothing has it
+            del described["prior"]
         parts = "".join(f"  {name}: {part}\n" for name, part in described.items())
         return f"{type(self).__name__}(\n{parts}{indent(f'(net): {self.net}', '  ')}\n)"
 
