@@ -75,7 +75,8 @@ def test_the_picture_of_the_floors_is_that_of_the_imports() -> None:
 # --- devices ------------------------------------------------------------------------------------
 
 FACTORIES = {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint"}
-FACTORIES |= {"randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+FACTORIES |= {"empty_strided", "normal", "randn", "randperm", "scalar_tensor"}
+FACTORIES |= {"sparse_coo_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
 
 
 def without_device(source: str) -> list[int]:

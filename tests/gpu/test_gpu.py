@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from tests.soak.flows import (
     Flow,
     batches_of_the_host,
     calibrate_by_targets_of_the_host,
+    guide_of_the_host,
+    outputs_of_the_host,
+    simulations_of_inputs_of_the_host,
 )
 from tyxe import program
 from tyxe.bnn import captured
@@ -74,8 +77,17 @@ def test_batches_of_the_host(wrapper: str) -> None:
     batches_of_the_host(wrapper, Device(DEVICE))
 
 
-def test_calibrators_take_targets_of_the_host() -> None:
-    calibrate_by_targets_of_the_host(Device(DEVICE))
+OF_THE_HOST = [
+    calibrate_by_targets_of_the_host,
+    guide_of_the_host,
+    outputs_of_the_host,
+    simulations_of_inputs_of_the_host,
+]
+
+
+@pytest.mark.parametrize("use", OF_THE_HOST, ids=lambda use: use.__name__)
+def test_what_is_of_the_host_goes_to_the_device(use: Callable[[Device], None]) -> None:
+    use(Device(DEVICE))
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])

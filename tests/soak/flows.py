@@ -245,6 +245,46 @@ def batches_of_the_host(wrapper: str, place: Place) -> None:
         _of_curvature(bnn, batches, x, place)
 
 
+class _Shifted(nn.Linear):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x) + shift
+
+
+def outputs_of_the_host(place: Place) -> None:
+    """Predict by a `PytorchBNN` that is there from arguments and batches that are not."""
+    bnn = tyxe.PytorchBNN(_Shifted(3, 2).to(place.device), NORMAL, GUIDES["AutoNormal"])
+    x, shift = torch.randn(6, 3), torch.ones(6, 2)
+    expected = bnn.predict(x.to(place.device), shift.to(place.device), num_predictions=0)
+    batches = [((x[:4], shift[:4]), None), ((x[4:], shift[4:]), None)]
+    for given in ((x, shift), ({"x": x, "shift": shift},), (batches,)):
+        found = bnn.predict(*given, num_predictions=0)
+        torch.testing.assert_close(found.cpu(), expected.cpu())
+        assert_there(found, place)
+    assert_there(bnn.predict(x, shift=shift, num_predictions=2), place)
+
+
+def simulations_of_inputs_of_the_host(place: Place) -> None:
+    """Compare posteriors that are there with draws from the prior, at inputs that are not."""
+    flow = Flow("VariationalBNN", "AutoNormal", "none", "Gaussian, inferred")
+    found = tyxe.diagnostics.sbc(
+        lambda: flow.make(place),
+        lambda bnn, data: bnn.fit(data, ADAM, 1) and None,
+        torch.randn(N, 3),
+        num_simulations=2,
+        num_draws=3,
+    )
+    assert all(len(ranks) == 2 for ranks in found.ranks.values())
+
+
+def guide_of_the_host(place: Place) -> None:
+    """Fit a BNN of a net that is there, whose guide Pyro makes elsewhere."""
+    flow = Flow("VariationalBNN", "pyro AutoIAFNormal", "none", "Gaussian")
+    bnn, ((x, y), *_) = flow.make(place), make_batches(flow.data, Device(torch.device("cpu")))
+    assert {p.device for p in bnn.parameters()} == {place.device}
+    bnn.fit([(x, y)], ADAM, 1)
+    assert_there(bnn.predict(x, num_predictions=2), place)
+
+
 def calibrate_by_targets_of_the_host(place: Place) -> None:
     """Fit calibrators to predictions that are there, and to targets that are not."""
     x, noise = torch.randn(40, 3), torch.randn(40, 3)
@@ -265,6 +305,10 @@ def calibrate_by_targets_of_the_host(place: Place) -> None:
 
     found = calibration.CVPlus(train, level=0.5, folds=2).fit(x, noise)
     assert_there(found.predict(x), place)
+    for predicted, targets in ((sets.predict(probs), y), (made.predict(numbers), x + noise)):
+        assert 0 < calibration.coverage(predicted, targets) <= 1
+    risk = calibration.RiskControl(risk=0.4).fit(torch.cat(5 * [logits]), y.repeat(5))
+    assert_there(risk.predict(logits), place)
 
 
 WRAPPERS: dict[str, Callable[[Flow, Place], collections.Counter[str]]] = {
@@ -290,6 +334,7 @@ FLOWS = [
     Flow("LaplaceBNN", "kron ggn", "none", "classes"),
     Flow("LaplaceBNN", "full empirical", "none", "heteroskedastic"),
     Flow("LaplaceBNN", "diag fisher", "none", "counts"),
+    Flow("LaplaceBNN", "kron ggn", "none", "Gaussian, precision"),
     Flow("MCMC_BNN", "HMC", "none", "Gaussian, inferred"),
     Flow("MCMC_BNN", "samplers NUTS", "none", "Gaussian, inferred"),
     Flow("MCMC_BNN", "samplers MCLMC", "none", "classes"),

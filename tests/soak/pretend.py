@@ -180,6 +180,14 @@ class DeviceTensor(Tensor):
         memo[id(self)] = copied
         return copied
 
+    def __getitem__(self, index: Any) -> Tensor:
+        # PyTorch makes a tensor of a list below what a dispatch sees.
+        return super().__getitem__(torch.tensor(index) if isinstance(index, list) else index)
+
+    def tolist(self) -> Any:
+        """Return plain numbers, which PyTorch refuses for a subclass."""
+        return self.cpu().tolist()
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod

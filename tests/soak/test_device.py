@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import tyxe
 from tests.soak.flows import (
+    ADAM,
     FLOWS,
+    Device,
     Flow,
+    assert_there,
     batches_of_the_host,
     calibrate_by_targets_of_the_host,
+    guide_of_the_host,
     make_batches,
+    outputs_of_the_host,
+    simulations_of_inputs_of_the_host,
 )
-from tests.soak.pretend import DEVICE, DeviceMismatch, pretend
+from tests.soak.pretend import DEVICE, DeviceMismatch, Host, pretend
+from tyxe.bnn import members
+from tyxe.integrations.sklearn import BayesianClassifier, BayesianRegressor
+from tyxe.program import Program
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 
 pytestmark = [
@@ -127,6 +140,47 @@ def test_batches_of_the_host_go_to_the_device(wrapper: str) -> None:
         batches_of_the_host(wrapper, host)
 
 
-def test_calibrators_take_targets_of_the_host() -> None:
+OF_THE_HOST = [
+    calibrate_by_targets_of_the_host,
+    guide_of_the_host,
+    outputs_of_the_host,
+    simulations_of_inputs_of_the_host,
+]
+
+
+@pytest.mark.parametrize("use", OF_THE_HOST, ids=lambda use: use.__name__)
+def test_what_is_of_the_host_goes_to_the_device(use: Callable[[Host], None]) -> None:
     with pretend() as host:
-        calibrate_by_targets_of_the_host(host)
+        use(host)
+
+
+def test_members_are_trained_together_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def untraced(function: Any, *arguments: Any, **how: Any) -> Program:
+        return Program(function, *arguments)
+
+    # The tracer knows nothing of a device that is written in Python.
+    monkeypatch.setattr(members, "Program", untraced)
+    flow = Flow("VariationalBNN", "AutoNormal", "none", "classes")
+    with pretend() as host:
+        ensemble = tyxe.EnsembleBNN(lambda _: flow.make(host), 2)
+        batches = make_batches(flow.data, Device(torch.device("cpu")))
+        histories = ensemble.fit(
+            batches, ADAM, 2, vectorize=True, validation=batches, patience=1, clip_norm=1.0
+        )
+        assert all(len(history.loss) == 2 for history in histories)
+        assert_there(ensemble.predict(batches[0][0]), host)
+
+
+@pytest.mark.parametrize("method", ["last_layer_laplace", "ensemble"])
+def test_estimators_fit_and_predict_on_the_device(method: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 3))
+    options = {"hidden": (4,), "method": method, "num_epochs": 2, "random_state": 0}
+    with pretend():
+        numbers = BayesianRegressor(**options, device=str(DEVICE)).fit(x, x[:, 0])
+        classes = BayesianClassifier(**options, device=str(DEVICE)).fit(x, x[:, 0] > 0)
+        for model in (numbers, classes):
+            assert {p.device for p in model.bnn_.parameters()} == {DEVICE}
+            assert model.sample_y(x[:5], 2).shape == (5, 2)
+        assert [end.shape for end in numbers.predict_interval(x[:5])] == [(5,), (5,)]
+        assert classes.predict_proba(x[:5]).shape == (5, 2)

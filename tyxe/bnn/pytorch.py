@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tyxe import check
 from tyxe.bnn.base import BNN
-from tyxe.bnn.batches import batches_to_predict, copied
+from tyxe.bnn.batches import batches_to_predict, copied, device_for, on_device
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
 from tyxe.bnn.reading import look_at_sites
 from tyxe.bnn.variational import build_guide, values_of
@@ -209,7 +210,8 @@ class PytorchBNN(BNN):
     def predict(self, *inputs: Any, num_predictions: int | None = None, **kwargs: Any) -> Any:
         """Return the outputs of several draws, `(num_predictions, ...)`.
 
-        The net runs in eval mode and without gradients; `cached_kl_loss` is not changed.
+        The net runs in eval mode and without gradients, and its arguments are moved to its device;
+        `cached_kl_loss` is not changed.
 
         Args:
             inputs: the net's arguments, also as one tuple or mapping, or one loader, with the same
@@ -235,16 +237,20 @@ class PytorchBNN(BNN):
         """
         num_predictions = self._num_draws(num_predictions)
         given = inputs[0] if len(inputs) == 1 else inputs
+        device = device_for(self)
+        kwargs = on_device(kwargs, device)
         batches = [copied(batch) for batch, _ in batches_to_predict(given, None, None)]
         if num_predictions:
-            look_at_sites(self, batches[0], needs_gradients=False, keywords=kwargs)
-        with self._predicting():
+            first = on_device(batches[0], device)
+            look_at_sites(self, first, needs_gradients=False, keywords=kwargs)
+        remedy = check.memory_remedy("predictions", "pass a loader of smaller batches")
+        with self._predicting(), remedy:
             outputs = []
             net = self._stand_in(self._weights() if num_predictions else self._median())
             for index in range(max(num_predictions, 1)):
                 if index:
                     net.put(self._tensors_at(self._weights()))
-                parts = [net(batch, **kwargs) for batch in batches]
+                parts = [net(on_device(batch, device), **kwargs) for batch in batches]
                 outputs.append(_together(torch.cat, parts) if len(parts) > 1 else parts[0])
             return _together(torch.stack, outputs)
 

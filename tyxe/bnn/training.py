@@ -317,8 +317,8 @@ class Trainer:
                     # Targets of other batches than the first are looked at when the loss tells.
                     with self.processes.shards.whole():
                         refuse_nonfinite(self.bnn, terms, batches)
-        self._clip(parameters, norm)
-        self.optimizer.step()
+            self._clip(parameters, norm)
+            self.optimizer.step()
         self.steps += 1
         return terms
 

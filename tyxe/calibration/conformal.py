@@ -183,9 +183,10 @@ def coverage(predicted: Any, y: Tensor) -> float:
     """
     if isinstance(predicted, Tensor):
         check.shape("predicted", predicted, (*y.shape, "C"), ": sets of classes, as y are labels")
-        held = predicted.gather(-1, y.unsqueeze(-1))
+        held = predicted.gather(-1, y.to(predicted.device).unsqueeze(-1))
     else:
         lower, upper = _interval(predicted)
+        y = y.to(lower.device)
         known = ~y.isnan().reshape(len(y), -1)
         held = ((lower <= y) & (y <= upper)).reshape(len(y), -1)
         held = (held | ~known).all(1)[known.any(1)]

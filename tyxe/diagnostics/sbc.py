@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tyxe import check, files
+from tyxe.bnn.batches import device_for, on_device
 from tyxe.bnn.checks import check_exposes
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.training import progress_bar
@@ -245,6 +246,7 @@ def _simulate(
     with torch_rng_kept(seed + index):
         bnn = make_bnn().eval()
         bnn._drawing(predictive or "bnn")  # raises before a fit
+        inputs = on_device(inputs, device_for(bnn))
         true, outputs, targets = _from_prior(bnn, inputs)
         fitted = fit(bnn, [(inputs, targets)])
         bnn = bnn if fitted is None else fitted

@@ -180,6 +180,8 @@ class PyroGuide(AnyGuide):
                     f"{value.dtype}; use another guide, such as tyxe.guides.AutoNormal, or a net "
                     f"in {draws[name].dtype}"
                 )
+            if name in draws and draws[name].device != value.device:
+                self.guide.to(value.device)  # such as Pyro's flows, which are made on the CPU
 
     @property
     def has_spread(self) -> bool:
