@@ -33,7 +33,7 @@ from tyxe.predictive.forwards import Statistics, put_statistics
 from tyxe.priors import Prior
 from tyxe.priors.base import parameters_of
 from tyxe.priors.sites import SitePriors
-from tyxe.threads import as_before, exclusive
+from tyxe.threads import as_before, exclusive, handlers
 from tyxe.util import NET, SITE_PRIORS, Inputs, aligned, outside_inference
 
 # Draws of weights in a prediction that is not told how many.
@@ -282,14 +282,16 @@ class BNN(Saved, nn.Module):
         `others` are other tensors in the places of parameters, for sites that are a part of one.
         """
         tensors: dict[int, Tensor] = {}
-        prefix = self.net_prior.prefix
+        prior, has_handlers = self.net_prior, bool(handlers())
         for name, slots in self._slots.items():
             check_samples(name, values)
-            value = substitute_site(name, values[name])
+            value = substitute_site(name, values[name]) if has_handlers else values[name]
             own: Any = slots[0][0]._parameters[slots[0][1]]
-            own = (others or {}).get(id(own), own)
-            value = aligned(self.net_prior.whole_of(name.removeprefix(prefix), own, value))
-            tensors |= {id(module._parameters[attribute]): value for module, attribute in slots}
+            if others is not None:
+                own = others.get(id(own), own)
+            value = aligned(prior.whole_of(name.removeprefix(prior.prefix), own, value))
+            for module, attribute in slots:
+                tensors[id(module._parameters[attribute])] = value
         return tensors
 
     @contextmanager
