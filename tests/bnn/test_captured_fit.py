@@ -31,8 +31,8 @@ def recorded(monkeypatch, traced):
     return Recorded
 
 
-def make(size=32):
-    torch.manual_seed(0)
+def make(size=32, seed=0):
+    torch.manual_seed(seed)
     parts = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)
     return mean_field(nn.Sequential(*parts), tyxe.likelihoods.Categorical(size))
 
@@ -105,6 +105,59 @@ def test_a_step_that_is_not_finite_changes_nothing(recorded, what, bad):
     expected, _ = fitted(data[:bad], epochs=1, size=640)
     torch.testing.assert_close(bnn.state_dict(), expected.state_dict(), rtol=0, atol=0)
     assert all(p.grad is None for p in bnn.parameters())
+
+
+@pytest.mark.parametrize(("room", "waits"), [(2**26, [16, 16, 6]), (1300, [4] * 9 + [2])])
+def test_the_host_waits_once_for_so_many_steps(recorded, monkeypatch, room, waits):
+    """Of batches of 320 bytes, some of which have room."""
+    monkeypatch.setattr(captured, "READ_BYTES", room)
+    read, found = captured.CapturedSteps.read, []
+
+    def noted(steps):
+        found.append(len(steps._unread))
+        return read(steps)
+
+    monkeypatch.setattr(captured.CapturedSteps, "read", noted)
+    fitted(EQUAL * 20, epochs=1, size=640)
+    assert [count for count in found if count] == waits  # without the first two
+
+
+def test_a_bad_step_ends_the_fit_when_the_host_looks(recorded):
+    class Count(tyxe.bnn.Callback):
+        steps = 0
+
+        def on_batch(self, bnn, epoch, batch, terms):
+            self.steps += 1
+
+    data, count = [(x.clone(), y) for x, y in EQUAL * 20], Count()
+    data[5][0][0, 0] = torch.nan
+    with pytest.raises(RuntimeError, match="before this step"):
+        make(640).fit(data, ADAM, 1, count, compile=True)
+    assert count.steps <= 5 + captured.READ_EVERY
+
+
+def test_gradients_of_an_epoch_are_not_those_of_the_next(recorded):
+    kept = []
+
+    def keep(bnn, epoch, loss):
+        gradients = [p.grad for p in bnn.parameters() if p.grad is not None]
+        kept.append([(gradient, gradient.clone()) for gradient in gradients])
+
+    fitted(callback=keep)
+    assert recorded.made == 1
+    assert all(torch.equal(now, then) for gradients in kept for now, then in gradients)
+    assert all(kept)
+
+
+def test_members_with_random_numbers_of_their_own_are_captured(recorded):
+    found = []
+    for compile in (True, False):
+        torch.manual_seed(0)
+        ensemble = tyxe.EnsembleBNN(lambda index: make(seed=index), 2)
+        ensemble.fit(EQUAL, ADAM, 2, compile=compile)
+        found.append(ensemble.state_dict())
+    assert recorded.made == 2
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_a_callback_may_replace_what_a_graph_has(recorded):

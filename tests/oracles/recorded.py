@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tyxe.rng import current_stream
+
 
 class Recorded:
     """A stand-in for `tyxe.program.Capture`, which needs no GPU.
@@ -22,6 +24,8 @@ class Recorded:
     made = 0
 
     def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
+        if current_stream() is not None:
+            raise RuntimeError("a graph takes random numbers from the generators of PyTorch alone")
         state, recorder = torch.get_rng_state(), _Recorder()
         with recorder:
             self.returned = function()
