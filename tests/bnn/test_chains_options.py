@@ -19,7 +19,7 @@ import tyxe
 import tyxe.bnn.chains
 import tyxe.samplers.run
 from tests.oracles.bnns import mean_field, mlp
-from tests.oracles.chains import NOISE, PRIOR, N, data
+from tests.oracles.chains import NOISE, PRIOR, N, data, posterior
 from tests.oracles.nets import NetOf
 from tyxe.likelihoods import HomoskedasticGaussian, Poisson
 from tyxe.samplers import HMC, MCLMC, NUTS, warm_start
@@ -259,6 +259,19 @@ def test_starts_of_numpy_and_of_another_net():
     other = mean_field(nn.Linear(1, 1), HomoskedasticGaussian(N, scale=1.0), PRIOR)
     with pytest.raises(ValueError, match=r"'net\.\w+' has shape \(1,.*expected \(2,"):
         bnn.starts([pair], other)
+
+
+def test_thousands_of_chains_are_one_argument():
+    bnn, count = make(net=nn.Linear(1, 1).double()), 2_000
+    bnn.fit([data()], 1, warmup_steps=200, num_chains=count)
+    drawn = bnn.get_samples()
+    both = torch.cat([drawn["net.weight"].flatten(1), drawn["net.bias"]], 1)
+    assert both.shape == (count, 2)
+    mean, covariance = posterior()
+    variance = covariance.diag()
+    # Within four standard errors of independent draws: each chain has one.
+    assert ((both.mean(0) - mean).abs() < 4 * (variance / count).sqrt()).all()
+    assert ((both.var(0) - variance).abs() < 4 * variance * (2 / count) ** 0.5).all()
 
 
 def test_a_run_prints_in_a_line():
