@@ -18,6 +18,7 @@ from tyxe.guides import AutoNormal
 from tyxe.likelihoods import (
     Bernoulli,
     Censored,
+    HeteroskedasticGaussian,
     HomoskedasticGaussian,
     Joint,
     Likelihood,
@@ -414,3 +415,21 @@ def test_draws_of_huge_counts_are_not_negative(make):
     # The standard deviation of a NegativeBinomial of one is its mean.
     torch.testing.assert_close(drawn[:4], mean[:4], rtol=0.12, atol=0.12)
     assert drawn[4] == INF
+
+
+@pytest.mark.parametrize("positive_scale", [False, True])
+def test_a_predicted_noise_that_rounds_to_zero_is_a_very_small_one(positive_scale):
+    likelihood = HeteroskedasticGaussian(3, positive_scale=positive_scale)
+    output = 0.0 if positive_scale else -200.0
+    draws = torch.tensor([[[0.0, output]] * 3, [[0.0, 1.0]] * 3])
+    y = torch.tensor([[0.0], [1e-3], [2.0]])
+    found = likelihood.mixture_log_likelihood(draws, y)
+    assert found[0] > 40  # which the net was sure of
+    # The other draw has all of the density.
+    expected = likelihood.log_likelihood(draws[1], y)[1:] - math.log(2)
+    torch.testing.assert_close(found[1:], expected)
+    aggregated = likelihood.aggregate_predictions(draws[:1])
+    assert bool(aggregated.isfinite().all())
+    ends = torch.tensor([[[-1.0, 1.0]], [[10.0, 20.0]], [[15.0, INF]]])
+    found = Censored(likelihood).log_likelihood(draws[0], ends)
+    assert found.tolist() == [0.0, -INF, -INF]

@@ -271,7 +271,7 @@ def _between(low: Tensor, high: Tensor, at_low: Any, at_high: Any, numbers: Any)
     is_upper = at_low[0] > math.log(0.5)
     larger = at_low[1].where(is_upper, at_high[0])
     smaller = at_high[1].where(is_upper, at_low[0])
-    gap = larger - smaller
+    gap = (larger - smaller).nan_to_num(nan=math.inf)  # where both are minus infinity
     # Where the difference is of rounding, the interval is narrow: the density times its width.
     is_narrow = gap < torch.finfo(gap.dtype).eps ** (1 / 3)
     safe = gap.where(~is_narrow, torch.ones_like(gap))

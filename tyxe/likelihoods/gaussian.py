@@ -314,7 +314,9 @@ class HeteroskedasticGaussian(Likelihood):
                 "expected (n, ..., 2 d): a mean and a scale for each of d targets"
             )
         loc, scale = predictions.chunk(2, dim=-1)
-        return loc, scale if self.positive_scale else softplus(scale)
+        scale = scale if self.positive_scale else softplus(scale)
+        # A softplus rounds to 0, and the square of smaller ones too.
+        return loc, scale.clamp_min(torch.finfo(scale.dtype).tiny ** 0.5)
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         loc, scale = self._split(predictions)
