@@ -9,7 +9,7 @@ import torch.distributions as td
 import tyxe
 from tests.oracles.links import expected_sigmoid
 from tyxe.predictive import predict_from_gaussian
-from tyxe.predictive.distributions import gaussian_distribution
+from tyxe.predictive.distributions import distribution_at_draws, gaussian_distribution
 from tyxe.predictive.evaluation import gaussian_log_likelihood, gaussian_scores
 from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions
 from tyxe.predictive.links import sample_outputs
@@ -305,3 +305,12 @@ def test_moments_of_counts_whose_rate_is_log_normal(scale, dtype):
         torch.testing.assert_close(found.mean, first.to(dtype), **near)
         expected = spread.to(dtype).where(spread < 1e19, spread.new_tensor(math.inf).to(dtype))
         torch.testing.assert_close(found.stddev, expected if near else spread, **near)
+
+
+def test_moments_of_a_mixture_of_counts_that_overflow_are_infinite():
+    draws = torch.tensor([[[0.0], [0.0]], [[0.0], [200.0]]])
+    found = distribution_at_draws(tyxe.likelihoods.Poisson(2), draws, {})
+    assert found.mean.tolist() == [[1.0], [math.inf]]
+    assert found.stddev.tolist() == [[1.0], [math.inf]]
+    unknown = distribution_at_draws(tyxe.likelihoods.Poisson(2), draws * math.nan, {})
+    assert bool(unknown.stddev.isnan().all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, singledispatch
@@ -85,7 +86,10 @@ class PredictiveMixture(td.Distribution):
     @property
     def variance(self) -> Tensor:
         mean = self.mean
-        return self._mean_of([part.variance + (part.mean - mean) ** 2 for part in self.parts])
+        # Where a mean is infinite, as of a Poisson, so is the variance.
+        far = [(part.mean - mean).nan_to_num(nan=math.inf) for part in self.parts]
+        each = zip(self.parts, far, strict=True)
+        return self._mean_of([part.variance + distance**2 for part, distance in each])
 
     @check.arguments
     def log_prob(self, value: Tensor) -> Tensor:
