@@ -190,12 +190,12 @@ class Program:
 class Programs:
     """The compiled programs of a function, one for each structure and shape of its arguments.
 
-    What is no program, and shapes beyond the first few of a run, are to run uncompiled, after one
-    warning with the reason of the former. `what` is compiled, in the plural, for that warning.
+    What is no program, and shapes beyond the first few of a run, `most`, are to run uncompiled,
+    after one warning. `what` is compiled, in the plural, for that warning.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, most: int | None = None) -> None:
+        self._what, self._most, self._has_warned = what, most or MOST_PROGRAMS, False
         self._programs: dict[Any, Program] = {}
         self._used: set[Any] = set()
         self.seconds = 0.0  # that compilation has taken
@@ -212,9 +212,15 @@ class Programs:
 
     def find(self, key: Any, make: Callable[[], Program]) -> Program | None:
         """Return the program of a key, made where it is new, or None if there is none."""
-        is_new = not self._fails and key not in self._programs and len(self._used) < MOST_PROGRAMS
-        if is_new:
-            if len(self._programs) == MOST_PROGRAMS:
+        is_new = not self._fails and key not in self._programs
+        if is_new and len(self._used) == self._most and not self._has_warned:
+            warn(
+                f"compile=True: {self._what} of further shapes than the first {self._most} run "
+                "uncompiled: give batches one size"
+            )
+            self._has_warned = True
+        if is_new and len(self._used) < self._most:
+            if len(self._programs) == self._most:
                 del self._programs[next(old for old in self._programs if old not in self._used)]
             start = time.perf_counter()
             try:
@@ -330,6 +336,8 @@ def _refuse(reason: str, cause: Exception | None = None) -> NoReturn:
 
 def reason_of(error: Exception) -> str:
     """Return the first line of an error of the tracer, the compiler or a capture."""
+    if "data-dependent control flow" in str(error):
+        return "its control flow depends on numbers"
     # What follows is advice on the tracer, which is ours.
     text = str(error).partition(" It may be possible")[0].strip().split("\n")[0].rstrip(".")
     return text.removeprefix("this net cannot be compiled: ").removesuffix(f"; {_REMEDY}")

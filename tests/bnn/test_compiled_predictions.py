@@ -135,6 +135,20 @@ def test_a_distribution_and_batches_of_two_sizes(made):
     assert len(made) == 2
 
 
+def test_programs_of_the_first_shapes_are_kept(made, monkeypatch):
+    monkeypatch.setattr(traced, "MOST_SHAPES", 2)
+    bnn = bnn_of(mlp(4, 8, 3))
+    for rows in (1, 2):
+        check_same(bnn, X[:rows])
+    with pytest.warns(tyxe.TyxeWarning, match="shapes than the first 2"):
+        check_same(bnn, X[:3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (4, 1, 2, 3):
+            check_same(bnn, X[:rows])
+    assert len(made) == 2
+
+
 CALLS = []
 
 
@@ -216,7 +230,7 @@ def drops(net, x):
 
 
 REFUSED = {
-    branches: "data",
+    branches: "control flow depends on numbers",
     counts: "an earlier one has left",
     writes: "writes into",
     drops: "random numbers",

@@ -77,7 +77,7 @@ def test_a_loaded_bnn_is_the_saved_one(name: str, tmp_path: Path) -> None:
     bnn, path = full(), tmp_path / "bnn.tyxe"
     bnn.save(path)
     loaded = fresh()
-    loaded.load(path)
+    assert loaded.load(path) is loaded
     assert_same_state(loaded, bnn)
     assert_same_predictions(loaded, bnn)
     # What safetensors asks for, and with it the trainers that save by it.

@@ -86,6 +86,7 @@ def test_a_wrapped_deep_ensemble_is_exported():
     ensemble = tyxe.EnsembleBNN(lambda _: classifier(), 2)
     wrapped = TemperatureScaling().wrap(ensemble, CLASSES, num_predictions=4)
     assert isinstance(wrapped.to_ensemble(3), CalibratedModule)
+    assert not any(part.training for part in wrapped.to_ensemble(3).modules())
     assert wrapped.to_ensemble(3)(X).shape == (60, 2)
 
 

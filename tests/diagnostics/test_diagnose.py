@@ -364,7 +364,23 @@ def of_wiggles(beta, epochs=400):
 
 
 def report_of_wiggles(beta, **options):
-    return diagnose(of_wiggles(beta), [wiggles(100, 0)], [wiggles(300, 7)], beta=beta, **options)
+    # By default the weight is that of the fit.
+    return diagnose(of_wiggles(beta), [wiggles(100, 0)], [wiggles(300, 7)], **options)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_the_weight_of_the_kl_is_that_of_the_fit(vectorize):
+    data, weights = [wiggles(100, 0)], [0.3, 0.7]
+
+    def member(_):
+        return mean_field(nn.Linear(5, 1), likelihoods.HomoskedasticGaussian(100, scale=1.0))
+
+    ensemble = tyxe.EnsembleBNN(member, 2)
+    ensemble.fit(data, ADAM, 2, beta=lambda epoch: weights[epoch], vectorize=vectorize)
+    name = "KL over the data term"
+    found = diagnose(ensemble, data, data)[name].value
+    assert found == pytest.approx(diagnose(ensemble, data, data, beta=0.7)[name].value)
+    assert found != pytest.approx(diagnose(ensemble, data, data, beta=1.0)[name].value, rel=0.05)
 
 
 def test_a_fit_that_the_kl_keeps_from_the_data_and_the_weight_that_frees_it(plain_fit):

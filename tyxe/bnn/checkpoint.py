@@ -204,8 +204,8 @@ class Saved:
 
     @outside_inference()
     @check.arguments
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Load a file of `save`; the next `fit` continues from a checkpoint in it.
+    def load(self, path: str | os.PathLike[str]) -> Any:
+        """Load a file of `save`, and return itself; `fit` continues from a checkpoint in it.
 
         Raises:
             FileNotFoundError: there is no file.
@@ -225,6 +225,7 @@ class Saved:
         else:
             raise RuntimeError(f"{path} has a checkpoint, for another wrapper than this")
         self._warn_of_not_saved(saved)
+        return self
 
     def _not_saved(self) -> dict[str, bool]:
         """Return what a file says of a loader of statistics of norms, which is not in it."""

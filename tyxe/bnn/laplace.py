@@ -205,6 +205,8 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
     ) -> Curvature:
         for name, value in self.net_guide.values().items():
             check.numbers(name, value, "finite numbers, which a mode has")
+        if isinstance(device, Tensor):
+            raise TypeError("device is a tensor; pass data as [(x, y)], or as another loader")
         device = device_for(self, device)
 
         def batches(progress: bool | None = False) -> Iterable[Any]:
@@ -316,7 +318,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         """
         state = self.state
         method = method or ("evidence" if loader is None else "grid")
-        check.choice("method", method, ("evidence", "grid"))
+        check.choice("method", method, ("evidence", "grid"), "; held-out data are loader=")
         num_steps = check.count("num_steps", num_steps)
         search.check_one_number(state.prior)
         if method == "evidence":

@@ -97,6 +97,8 @@ def fit_stacked(
         nonlocal weight
         for epoch in progress_bar(range(num_epochs), "fit members", "epoch", progress):
             weight = options.beta_at(epoch)
+            for member in members:
+                member._runtime.beta = weight
             yield zip(*(own.epoch() for own in batches), strict=True)
 
     steps = train_stacked(

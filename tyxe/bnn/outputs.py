@@ -354,7 +354,7 @@ class PosteriorBNN(BNN):
     ) -> tuple[int, Outputs | None, LinkOptions]:
         """Return the number of draws of a prediction, and how it goes by Gaussian outputs if so.
 
-        With `compile` a run of programs begins, and Gaussian outputs are a ValueError.
+        With `compile` Gaussian outputs are a ValueError.
         """
         predictive = self._default_predictive if predictive is None else predictive
         count = self._num_draws(num_predictions, predictive)
@@ -362,10 +362,9 @@ class PosteriorBNN(BNN):
         check.flags(compile=compile)
         if compile and gaussian is not None:
             raise ValueError(
-                "compile=True is for draws of weights: pass predictive='bnn', or leave compile out"
+                "compile=True is for draws of weights, and this prediction has Gaussian outputs: "
+                "leave compile out"
             )
-        if compile and self._runtime.forwards is not None:
-            self._runtime.forwards[1].begin()
         return count, gaussian, self._link_options(gaussian, link, count)
 
     def _layer_precision(self, block: LinearBlock) -> Operator:

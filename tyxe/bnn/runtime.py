@@ -41,6 +41,8 @@ class Runtime:
     read: set[str] = field(default_factory=set)
     # What is known of the net's gradients for each point.
     linearized: Linearized = field(default_factory=Linearized)
+    # The weight of the KL in the last epoch of a fit.
+    beta: float = 1.0
     # Whether a fit has looked at the scale of inputs.
     has_met_inputs: bool = False
     # The compiled steps of the last fit, and the programs of predictions with the net they are of.

@@ -24,14 +24,17 @@ from tyxe.util import Inputs, at_each, kind_of_batch
 
 Values = dict[str, Tensor]
 
+# Kinds of batches, and numbers of draws, for which there are programs of a net.
+MOST_SHAPES = 8
+
 
 class TracedNet:
     """A net on one batch, as a function of stacked draws that runs as programs.
 
     A program takes draws, the net's other tensors and the batch. It is compared with the net
     itself at the first draws of a kind. All programs are made anew where a part of the net has
-    changed otherwise than in its parameters and buffers. A net without programs, after one warning,
-    and kinds of batches beyond the first few of a call run as `plain`, a function of stacked draws.
+    changed otherwise than in its parameters and buffers. A net without programs, and kinds of
+    batches beyond the first few, run as `plain`, a function of stacked draws, after one warning.
 
     `at_once`: run all draws of a stack in one pass under `torch.vmap`, or one after the other. By
     default nets do whose draws are of linear maps, embeddings and norms: random convolutions would
@@ -81,7 +84,7 @@ class TracedNet:
             has_hooks(bnn.net, Picking),
         )
         if runtime.forwards is None or runtime.forwards[0] != now:
-            runtime.forwards = now, Programs("predictions")
+            runtime.forwards = now, Programs("predictions", MOST_SHAPES)
         found: Programs = runtime.forwards[1]
         return found
 

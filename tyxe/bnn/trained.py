@@ -343,7 +343,7 @@ class Trainable(Objective):
             if not self._is_checked:
                 check_one_batch(self.bnn, self.bnn._mean_values, inputs, targets)
             self.bnn.likelihood.check_rows(targets)
-            beta = check_beta(self.beta)
+            beta = self.bnn._runtime.beta = check_beta(self.beta)
             # In the first step only, to save the time; the loss of each is checked.
             self.bnn._before_step()
             with statistics_kept(self._statistics), unvalidated(self._is_checked), self.handler():

@@ -198,7 +198,7 @@ class Trainer:
     ) -> None:
         """Make a step for each batch, and append the epoch's averages to the history."""
         self._check_place()
-        beta = self.options.beta_at(epoch)
+        beta = self.bnn._runtime.beta = self.options.beta_at(epoch)
         size, groups = self.bnn.likelihood.dataset_size, self.optimizer.param_groups
         rates = [{n: v for n, v in group.items() if n != "params"} for group in groups]
         self.processes.check_same(dataset_size=size, beta=beta, optim=rates)

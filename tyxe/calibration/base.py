@@ -258,7 +258,7 @@ class Calibrated:
                     f"link={own['link']!r}, and the module makes others: wrap(bnn, loader, {asked})"
                 )
         module = self.bnn.to_ensemble(num_draws, **how)
-        return CalibratedModule(module, self.calibrator, self.likelihood)
+        return CalibratedModule(module, self.calibrator, self.likelihood).eval()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write BNN, calibrator and options to one file; an OSError leaves an earlier file."""

@@ -30,7 +30,7 @@ def diagnose(
     held_out: Iterable[Any],
     *,
     plain: Any = None,
-    beta: float = 1.0,
+    beta: float | None = None,
     num_predictions: int | None = None,
     unpack: Unpack | None = None,
     **options: Any,
@@ -60,7 +60,7 @@ def diagnose(
         held_out: held-out `(inputs, targets)`.
         plain: the net of maximum likelihood, as a fitted BNN, to compare with; by default one is
             fitted if that is cheap.
-        beta: weight of the KL in the fit.
+        beta: weight of the KL in the fit, by default that of the last epoch, or 1 after `load`.
         num_predictions: number of draws, by default as in `predict`.
         unpack: a function from a batch of a loader to `inputs, targets`, or with weights.
         options: options of `evaluate` and `predict`.

@@ -319,8 +319,9 @@ def scales(case: Case) -> Iterator[Line]:
             spread,
             above(0.02),
             above(0.002),
-            "scales have hardly moved from their start: train on, with lr_multipliers="
-            "{'scale': 10}, or start them larger (init_scale)",
+            "scales have hardly moved from their start, as where early stopping ends a fit soon: "
+            "they are those of init_scale, so choose that on held-out data, or train on, with "
+            "lr_multipliers={'scale': 10}",
         )
     if pruned:
         rows = sum(units for units, _ in pruned.values())

@@ -215,12 +215,13 @@ class Case:
         held_out: Iterable[Any],
         unpack: Unpack | None,
         options: dict[str, Any],
-        beta: float,
+        beta: float | None,
         plain: Any = None,
     ) -> Case:
         """Read loaders once, onto the BNN's device."""
         device = device_for(bnn)
         one = members_of(bnn)[0]
+        beta = one._runtime.beta if beta is None else beta
         for loader in (train, held_out):
             check_iterable(loader)
         data, unseen = ([*map(copied, own)] for own in (train, held_out))
