@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,11 +103,11 @@ class DiagonalAccumulator(Accumulator):
             ):
                 self._held.setdefault(name, []).append(each)
             else:
-                self._totals[name][noise] += each.squared_sum()
+                self._totals[name][noise].add_(each.squared_sum())
 
     def _flush(self) -> None:
         for name, held in self._held.items():
-            self._totals[name][0] += squared_sums(held)
+            self._totals[name][0].add_(squared_sums(held))
         self._held = {}
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
@@ -241,8 +242,8 @@ class KroneckerAccumulator(Accumulator):
         zeros = self.like.new_zeros
         self._inputs = {b.name: zeros(b.groups, b.columns, b.columns) for b in linear}
         self._gradients = {b.name: zeros(noises, b.groups, b.outputs, b.outputs) for b in linear}
-        # Numbers of positions that the averages of inputs are over.
-        self._positions = {block.name: precise(zeros(())) for block in linear}
+        # Numbers of positions that the averages of inputs are over; tensors after `totals`.
+        self._positions: dict[str, Any] = dict.fromkeys(self._inputs, 0.0)
         self._rest = {b.name: zeros(noises, b.size) for b in blocks if b.name not in self._inputs}
 
     @staticmethod
@@ -256,13 +257,11 @@ class KroneckerAccumulator(Accumulator):
     ) -> None:
         for name, each in gradients.items():
             if not isinstance(each, OuterProductGradients):
-                self._rest[name][noise] += each.squared_sum()
+                self._rest[name][noise].add_(each.squared_sum())
                 continue
             counts = None if targets is None else _of_positions(targets, each.g)
-            if self._reduce:
-                self._gradients[name][noise] += second_moment(each.g.sum(1, keepdim=True))
-            else:
-                self._gradients[name][noise] += second_moment(each.g)
+            g = each.g.sum(1, keepdim=True) if self._reduce else each.g
+            self._gradients[name][noise].add_(second_moment(g))
             if not first:
                 continue
             if self._reduce:
@@ -286,6 +285,8 @@ class KroneckerAccumulator(Accumulator):
         self._positions[name] += len(a) * a.shape[1] if counts is None else precise(counts).sum()
 
     def totals(self) -> Iterator[tuple[str, Tensor]]:
+        zero = precise(self.like)
+        self._positions = {name: zero + count for name, count in self._positions.items()}
         for sums in (self._inputs, self._gradients, self._positions, self._rest):
             yield from sums.items()
 

@@ -315,12 +315,16 @@ def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:
 def key_of(totals: Iterable[tuple[str, Tensor]], numbers: Tensor) -> int:
     """Return a hash of the sums, or raise where they are not finite."""
     digest = hashlib.blake2b(digest_size=7)
+    names, sums = [], []
     for name, tensor in totals:
         rows = tensor.sum(-1) if tensor.dim() > 1 else tensor  # in float64 matrices take long
-        total = float(rows.sum(dtype=torch.float64))
-        digest.update(struct.pack("d", total))
+        names.append(name)
+        sums.append(rows.sum(dtype=torch.float64))
+    # One read for all: each makes the host wait for a GPU.
+    for name, number in zip(names, torch.stack(sums).tolist(), strict=True):
+        digest.update(struct.pack("d", number))
         look = "look at the inputs and the fitted net, or use float32 where it is in half precision"
-        check.number(f"the curvature of {name!r}", total, hint=f": {look}")
+        check.number(f"the curvature of {name!r}", number, hint=f": {look}")
     expected = "finite numbers: look for NaN and infinity in the inputs, and in weights"
     check.numbers("the log-likelihood or error of these data", numbers, expected)
     digest.update(struct.pack(f"{len(numbers)}d", *numbers.tolist()))

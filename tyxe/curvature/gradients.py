@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,9 @@ class OuterProductGradients:
 
     def dense(self, points: slice | Tensor = ALL) -> Tensor:
         """Return the gradients of some points, `(n, P)`."""
-        return torch.einsum("nrgo,nrgi->ngoi", self.g[points], self.a[points]).flatten(1)
+        g, a = self.g[points].permute(0, 2, 3, 1), self.a[points].transpose(1, 2)
+        products = torch.bmm(g.flatten(0, 1), a.flatten(0, 1))
+        return products.unflatten(0, g.shape[:2]).flatten(1)
 
     def elements(self, places: Tensor) -> Tensor:
         """Return some elements of the gradients, by their places in `(P,)`, as `(n, K)`."""
@@ -87,10 +90,9 @@ class OuterProductGradients:
             squares = self.g[:, 0].square(), self.a[:, 0].square()
             return torch.einsum("ngo,ngi->goi", *squares).flatten()
         size = self.a.shape[2:].numel() * self.g.shape[3]
-        chunk, total = max(1, budget(self.g.device) // size), self.a.new_zeros(size)
-        for start in range(0, len(self), chunk):
-            total += _squared_sum(self.dense(slice(start, start + chunk)))
-        return total
+        chunk = max(1, budget(self.g.device) // size)
+        parts = (slice(start, start + chunk) for start in range(0, len(self), chunk))
+        return functools.reduce(Tensor.add_, (_squared_sum(self.dense(part)) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def squared_sums(cotangents: Sequence[OuterProductGradients]) -> Tensor:
     # To form an element takes as long as some dozens of multiplications.
     by_pairs = pairs * (outputs * columns + 96 * (columns + count * outputs))
     if count == 1 or by_pairs > count * (positions + 32) * outputs * columns:
-        return torch.stack([each.squared_sum() for each in cotangents]).sum(0)
+        return functools.reduce(Tensor.add_, (each.squared_sum() for each in cotangents))
     a, (r, s) = first.a[:, :, 0], torch.triu_indices(positions, positions, device=first.g.device)
     twice = 1 + (r != s).to(a)
     total = a.new_zeros(outputs, columns)

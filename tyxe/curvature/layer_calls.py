@@ -43,7 +43,7 @@ class LayerCall:
     """One call of a linear map, with a probe for the gradient in its output."""
 
     event: LinearMap
-    # Zeros of the output's shape, whose gradient is the pre-activation gradient.
+    # Of the output's shape, and never read; its gradient is the pre-activation gradient.
     probe: Tensor
     # The output's node in the graph.
     node: Any
@@ -93,6 +93,8 @@ class LayerCall:
 
     def with_batch_dims(self, dims: BatchDims) -> LayerCall:
         """Return the call with another place of the points."""
+        if dims == self.batch_dims:
+            return self
         event = dataclasses.replace(
             self.event, batch_dim=dims.dim, rows_of_points_are_apart=dims.rows_are_apart
         )
@@ -141,7 +143,7 @@ class LayerCallRecorder(LinearMapMessenger):
     def answer(self, event: LinearMap) -> Tensor | None:
         """Compute the map at the sites' values, and add the probe."""
         output = event.at_values()
-        probe = output.new_zeros(()).expand(output.shape).requires_grad_()
+        probe = output.new_empty_strided(output.shape, [0] * output.dim()).requires_grad_()
         found: Tensor = _Probed.apply(output, probe)
         self.calls.append(LayerCall(event, probe, found.grad_fn))
         return found
@@ -197,14 +199,14 @@ def positions(tensor: Tensor, call: LayerCall, points: int) -> Tensor:
 
     `n` is `points`, the number of data points; `R` positions of each share the weight.
     """
-    spatial = call.event.spatial_dims
-    if spatial:
-        rows = tensor.reshape(points, -1, *tensor.shape[-1 - spatial :]) if points else tensor
-        # (n, other dimensions, channels, *positions)
-        rows = rows.flatten(3).transpose(2, 3).flatten(1, 2)
-    else:
-        rows = _rows(tensor, call.event, points)
-    return rows.unflatten(-1, (call.groups, -1))
+    groups, spatial = call.groups, call.event.spatial_dims
+    if not spatial:
+        return _rows(tensor, call.event, points).unflatten(-1, (groups, -1))
+    channels, shape = tensor.shape[-1 - spatial], tensor.shape[-spatial:]
+    sizes = groups, channels // groups, shape.numel()
+    # (n, other dimensions, groups, channels per group, positions)
+    split = tensor.reshape(points, -1 if points else 1, *sizes)
+    return split.permute(0, 1, 4, 2, 3).flatten(1, 2)
 
 
 def _rows(tensor: Tensor, event: LinearMap, points: int) -> Tensor:
@@ -269,8 +271,8 @@ def _is_shifted(call: LayerCall) -> bool:
     if not event.spatial_dims or call.is_transposed:
         return False
     (stride, *_), (dilation, *_) = event.steps()
-    kernel, positions = event.weight.shape[2], call.probe.shape[-event.spatial_dims]
-    length = call.probe.numel() // max(1, event.weight.shape[0] * positions)
+    shape, positions = event.weight.shape, call.probe.shape[-event.spatial_dims]
+    kernel, length = shape[2], call.probe.numel() // max(1, shape[0] * positions)
     # To write and read a product takes as long as some dozens of multiplications.
     cost = sum(positions + shift for shift in range(kernel)) * (length + 64)
     return stride == dilation and cost < 0.8 * kernel**2 * positions * length
@@ -284,13 +286,13 @@ def cat_positions(parts: Iterable[Tensor]) -> Tensor:
 
 def second_moment(x: Tensor) -> Tensor:
     """Return `sum x x^T` over points and positions, `(groups, features, features)`."""
-    _, positions, _, features = x.shape
+    points, positions, groups, features = x.shape
     if positions > 1 and features <= positions:
         # A product for each point needs no copy of tensors whose positions are last in memory.
-        each = x.permute(2, 0, 3, 1)
-        return (each @ each.mT).sum(1)
+        each = x.permute(2, 0, 3, 1).flatten(0, 1)
+        return torch.bmm(each, each.mT).unflatten(0, (groups, points)).sum(1)
     flat = x.flatten(0, 1).transpose(0, 1)
-    return flat.mT @ flat
+    return torch.bmm(flat.mT, flat)
 
 
 def moment_of_windows(windows: Tensor, groups: int, with_one: bool) -> Tensor:
@@ -313,13 +315,14 @@ def moment_of_windows(windows: Tensor, groups: int, with_one: bool) -> Tensor:
     rows = rows.flatten(3 + spatial - 1).flatten(2, 1 + spatial)
     other = rows.shape[2] // own
     total = rows.new_empty(groups, own, kernel[0], other, own, kernel[0], other)
+    each, sizes = rows.flatten(0, 1), (-1, groups, own, other, own, other)
     for shift in range(kernel[0]):
-        products = rows[: len(rows) - shift] @ rows[shift:].mT
-        for k in range(kernel[0] - shift):
-            block = products[k : k + shape[0]].sum(0)
-            sizes = groups, own, other, own, other
-            total[:, :, k, :, :, k + shift] = block.view(sizes)
-            total[:, :, k + shift, :, :, k] = block.mT.reshape(sizes)
+        ahead = shift * groups
+        products = torch.bmm(each[: len(each) - ahead], each[ahead:].mT)
+        # One sum for each `k`, which goes last.
+        sums = products.unflatten(0, (-1, groups)).unfold(0, shape[0], 1).sum(-1)
+        total.diagonal(shift, 2, 5).copy_(sums.view(sizes).movedim(0, -1))
+        total.diagonal(-shift, 2, 5).copy_(sums.mT.reshape(sizes).movedim(0, -1))
     found = total.flatten(4).flatten(1, 3)
     if not with_one:
         return found
@@ -364,8 +367,9 @@ def _patches_of(windows: Tensor, points: int, groups: int, with_one: bool) -> Te
     split = windows.reshape(points, -1, groups, channels // groups, *kernel, *shape)
     fan = split.shape[3 : 4 + spatial].numel()
     found = windows.new_empty(*split.shape[:3], fan + with_one, *shape)
-    found[:, :, :, :fan].unflatten(3, split.shape[3 : 4 + spatial]).copy_(split)
-    found[:, :, :, fan:] = 1.0
+    found.narrow(3, 0, fan).view_as(split).copy_(split)
+    if with_one:
+        found.select(3, fan).fill_(1.0)
     return found.flatten(4).permute(0, 1, 4, 2, 3).flatten(1, 2)
 
 

@@ -241,11 +241,11 @@ class Linearization:
         known = self._known.batch_dims.get(self._kind) if known is None else known
         if known is not None and len(known) == len(found):
             found = list(known)
-        linear = {site for block in self._linear for site in block.sites}
+        names = {site: block.name for block in self._linear for site in block.sites}
         asked = [
             index
             for index, call in enumerate(self._recorded)
-            if not linear.isdisjoint(call.sites) and self._is_open(call, found[index])
+            if not names.keys().isdisjoint(call.sites) and self._is_open(call, found[index])
         ]
         calls = [self._recorded[index] for index in asked]
         # Where a map may hold the points elsewhere, the other half of them is queried as well.
@@ -263,11 +263,11 @@ class Linearization:
         news = layer_calls.find_batch_dims(calls, self.points, answers)
         for index, (here, always) in zip(asked, news, strict=True):
             dims[index], found[index] = here, always
-        located = [call.with_batch_dims(d) for call, d in zip(self._recorded, dims, strict=True)]
-        self._located = {
-            block.name: [call for call in located if not set(block.sites).isdisjoint(call.sites)]
-            for block in self._linear
-        }
+        self._located = {block.name: [] for block in self._linear}
+        for call, own in zip(self._recorded, dims, strict=True):
+            located = call.with_batch_dims(own)
+            for name in {names[site] for site in call.sites if site in names}:
+                self._located[name].append(located)
         self._known.batch_dims[self._kind] = found
         return found
 

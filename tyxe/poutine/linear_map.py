@@ -123,8 +123,8 @@ class LinearMap:
 
     def steps(self) -> tuple[list[int], list[int]]:
         """Return stride and dilation in each spatial dimension of a convolution."""
-        stride, dilation = (self._named.get(name, 1) for name in ("stride", "dilation"))
-        return _each(stride, self.spatial_dims), _each(dilation, self.spatial_dims)
+        named, dims = self._named, self.spatial_dims
+        return _each(named.get("stride", 1), dims), _each(named.get("dilation", 1), dims)
 
     def windows(self) -> Tensor:
         """Return a view of the input under the kernel, `(..., C, *kernel, *positions)`.
@@ -134,10 +134,12 @@ class LinearMap:
         dims = self.spatial_dims
         kernel = self.weight.shape[-dims:]
         stride, dilation = self.steps()
-        x = F.pad(self.input, _pads(self._named.get("padding", 0), kernel, dilation))
+        pads = _pads(self._named.get("padding", 0), kernel, dilation)
+        x = F.pad(self.input, pads) if any(pads) else self.input
         first = x.dim() - dims
         for dim, (k, d, step) in enumerate(zip(kernel, dilation, stride, strict=True), first):
-            x = x.unfold(dim, d * (k - 1) + 1, step)[..., ::d]
+            x = x.unfold(dim, d * (k - 1) + 1, step)
+            x = x[..., ::d] if d > 1 else x
         return x.movedim(tuple(range(-dims, 0)), tuple(range(first, first + dims)))
 
 
