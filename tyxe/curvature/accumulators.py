@@ -19,8 +19,8 @@ from tyxe.likelihoods.output_hessian import OutputHessians
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 from tyxe.util import at_least_float32, precise
 
-# Gradients by the names of their blocks, in the blocks' order.
-Gradients = Mapping[str, PointGradients]
+# Gradients of some cotangents, by the names of their blocks in the blocks' order.
+Gradients = Sequence[Mapping[str, PointGradients]]
 
 
 class Accumulator(ABC):
@@ -44,10 +44,10 @@ class Accumulator(ABC):
     def add(
         self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
     ) -> None:
-        """Add the gradients of one cotangent; `first` marks the first one of a batch.
+        """Add the gradients of some cotangents; `first` marks the first ones of a batch.
 
         `targets` say how often each point counts, which the gradients' squares know already, and
-        `noise` which one the outputs have that the cotangent is of.
+        `noise` which one the outputs have that the cotangents are of.
         """
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
@@ -95,15 +95,14 @@ class DiagonalAccumulator(Accumulator):
         held = sum(each.g.numel() for own in self._held.values() for each in own)
         if first or held > budget(self.like.device):
             self._flush()
-        for name, each in gradients.items():
-            if (
-                self.noises == 1
-                and isinstance(each, OuterProductGradients)
-                and each.has_few_positions
-            ):
-                self._held.setdefault(name, []).append(each)
+        for name, sums in self._totals.items():
+            rows = [each[name] for each in gradients]
+            products = [row for row in rows if isinstance(row, OuterProductGradients)]
+            # Of so few positions `squared_sums` may take pairs, for many cotangents at once.
+            if self.noises == 1 and products and products[0].g.shape[1] <= 32:
+                self._held.setdefault(name, []).extend(products)
             else:
-                self._totals[name][noise].add_(each.squared_sum())
+                sums[noise].add_(squared_sums(rows))
 
     def _flush(self) -> None:
         for name, held in self._held.items():
@@ -148,11 +147,12 @@ class FullAccumulator(Accumulator):
         if first or self.noises > 1 or held > budget(self.like.device):
             self._flush()
         self._matrix = self._matrices[noise]
-        outer = [g for g in gradients.values() if isinstance(g, OuterProductGradients)]
-        if len(outer) == len(gradients) and all(each.is_single for each in outer):
-            self._held.append(outer)
-        else:
-            self._add_dense([*gradients.values()])
+        for each in gradients:
+            outer = [g for g in each.values() if isinstance(g, OuterProductGradients)]
+            if len(outer) == len(each) and all(one.is_single for one in outer):
+                self._held.append(outer)
+            else:
+                self._add_dense([*each.values()])
 
     def _flush(self) -> None:
         # Several cotangents of a batch are summed before the product.
@@ -255,22 +255,24 @@ class KroneckerAccumulator(Accumulator):
     def add(
         self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
     ) -> None:
-        for name, each in gradients.items():
-            if not isinstance(each, OuterProductGradients):
-                self._rest[name][noise].add_(each.squared_sum())
-                continue
-            counts = None if targets is None else _of_positions(targets, each.g)
-            g = each.g.sum(1, keepdim=True) if self._reduce else each.g
-            self._gradients[name][noise].add_(second_moment(g))
+        for name, sums in self._rest.items():
+            sums[noise].add_(squared_sums([each[name] for each in gradients]))
+        for name, sums in self._gradients.items():
+            rows = [each[name] for each in gradients]
+            products = [row for row in rows if isinstance(row, OuterProductGradients)]
+            g = torch.cat([row.g for row in products]) if len(rows) > 1 else products[0].g
+            sums[noise].add_(second_moment(g.sum(1, keepdim=True) if self._reduce else g))
             if not first:
                 continue
+            one = products[0]
+            counts = None if targets is None else _of_positions(targets, one.g)
             if self._reduce:
-                self._add_inputs(name, *_reduced(each.a, counts))
+                self._add_inputs(name, *_reduced(one.a, counts))
             elif counts is None:
-                self._inputs[name] += each.inputs.second_moment()
-                self._positions[name] += each.g.shape[:2].numel()
+                self._inputs[name] += one.inputs.second_moment()
+                self._positions[name] += one.g.shape[:2].numel()
             else:
-                self._add_inputs(name, each.a, counts)
+                self._add_inputs(name, one.a, counts)
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
         self._gradients[name] += hessians.total()
@@ -285,8 +287,7 @@ class KroneckerAccumulator(Accumulator):
         self._positions[name] += len(a) * a.shape[1] if counts is None else precise(counts).sum()
 
     def totals(self) -> Iterator[tuple[str, Tensor]]:
-        zero = precise(self.like)
-        self._positions = {name: zero + count for name, count in self._positions.items()}
+        self._positions = {n: precise(self.like) + p for n, p in self._positions.items()}
         for sums in (self._inputs, self._gradients, self._positions, self._rest):
             yield from sums.items()
 

@@ -262,8 +262,9 @@ def _add(
         column.detach() if roots is None else column.detach() * roots
         for column in CURVATURES[curvature](likelihood, outputs, once)
     )
-    gradients = enumerate(linear.gradients_of(columns))
-    for noise, (index, each) in zip(noises, gradients, strict=False):
+    one_by_one = ([each] for each in linear.gradients_of(columns))
+    groups = one_by_one if several else linear.groups_of(columns)
+    for noise, (index, each) in zip(noises, enumerate(groups), strict=False):
         accumulator.add(each, index == 0, targets, noise)
 
 
@@ -315,13 +316,11 @@ def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:
 def key_of(totals: Iterable[tuple[str, Tensor]], numbers: Tensor) -> int:
     """Return a hash of the sums, or raise where they are not finite."""
     digest = hashlib.blake2b(digest_size=7)
-    names, sums = [], []
-    for name, tensor in totals:
-        rows = tensor.sum(-1) if tensor.dim() > 1 else tensor  # in float64 matrices take long
-        names.append(name)
-        sums.append(rows.sum(dtype=torch.float64))
+    names, tensors = zip(*totals, strict=True)
+    rows = (each.sum(-1) if each.dim() > 1 else each for each in tensors)  # matrices take long
     # One read for all: each makes the host wait for a GPU.
-    for name, number in zip(names, torch.stack(sums).tolist(), strict=True):
+    sums = torch.stack([each.sum(dtype=torch.float64) for each in rows]).tolist()
+    for name, number in zip(names, sums, strict=True):
         digest.update(struct.pack("d", number))
         look = "look at the inputs and the fitted net, or use float32 where it is in half precision"
         check.number(f"the curvature of {name!r}", number, hint=f": {look}")

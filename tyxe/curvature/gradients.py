@@ -51,11 +51,6 @@ class OuterProductGradients:
         """Whether each point's gradient is one outer product: one position, no groups."""
         return self.g.shape[1:3] == (1, 1)
 
-    @property
-    def has_few_positions(self) -> bool:
-        """Whether `squared_sums` of many gradients may take pairs of positions; without groups."""
-        return self.g.shape[1] <= 32 and self.g.shape[2] == 1
-
     def dense(self, points: slice | Tensor = ALL) -> Tensor:
         """Return the gradients of some points, `(n, P)`."""
         g, a = self.g[points].permute(0, 2, 3, 1), self.a[points].transpose(1, 2)
@@ -83,17 +78,6 @@ class OuterProductGradients:
         """Return their sum over points, `(P,)`."""
         return torch.einsum("nrgo,nrgi->goi", self.g, self.a).flatten()
 
-    def squared_sum(self) -> Tensor:
-        """Return the sum over points of their squares, `(P,)`."""
-        if self.a.shape[1] == 1:
-            # The square of one outer product is the outer product of squares.
-            squares = self.g[:, 0].square(), self.a[:, 0].square()
-            return torch.einsum("ngo,ngi->goi", *squares).flatten()
-        size = self.a.shape[2:].numel() * self.g.shape[3]
-        chunk = max(1, budget(self.g.device) // size)
-        parts = (slice(start, start + chunk) for start in range(0, len(self), chunk))
-        return functools.reduce(Tensor.add_, (_squared_sum(self.dense(part)) for part in parts))
-
 
 @dataclass(frozen=True)
 class DenseGradients:
@@ -112,10 +96,6 @@ class DenseGradients:
         """Return their sum over points, `(P,)`."""
         return self.matrix.sum(0)
 
-    def squared_sum(self) -> Tensor:
-        """Return the sum over points of their squares, `(P,)`."""
-        return self.matrix.square().sum(0)
-
 
 PointGradients = OuterProductGradients | DenseGradients
 
@@ -123,25 +103,34 @@ PointGradients = OuterProductGradients | DenseGradients
 def dense_gradients(rows: Sequence[PointGradients], points: slice | Tensor = ALL) -> Tensor:
     """Return the gradients of `C` cotangents in one block, of some points, `(n, C, P)`."""
     products = [row for row in rows if isinstance(row, OuterProductGradients)]
+    if len(products) == 1:
+        return products[0].dense(points).unsqueeze(1)
     if not products:
         return torch.stack([row.dense(points) for row in rows], 1)
     g = torch.stack([row.g[points].permute(0, 2, 3, 1) for row in products], 1)
     return torch.einsum("ncgor,nrgi->ncgoi", g, products[0].a[points]).flatten(2)
 
 
-def squared_sums(cotangents: Sequence[OuterProductGradients]) -> Tensor:
-    """Return the sum of `squared_sum` over some cotangents of one block without groups, `(P,)`.
+def squared_sums(rows: Sequence[PointGradients]) -> Tensor:
+    """Return the sum over points and some cotangents of one block of gradients' squares, `(P,)`.
 
     Where they are many for few positions, it is by pairs `r, r'` of these,
     `sum_nrr' (sum_s g_snro g_snr'o) a_nri a_nr'i`, without the gradients of a point.
     """
+    cotangents = [row for row in rows if isinstance(row, OuterProductGradients)]
+    if not cotangents:
+        return functools.reduce(Tensor.add_, (row.dense().square().sum(0) for row in rows))
     first, count = cotangents[0], len(cotangents)
-    positions, _, outputs = first.g.shape[1:]
+    positions, groups, outputs = first.g.shape[1:]
+    if positions == 1:
+        # The square of one outer product is the outer product of squares.
+        g = functools.reduce(Tensor.add_, (each.g[:, 0].square() for each in cotangents))
+        return torch.einsum("ngo,ngi->goi", g, first.a[:, 0].square()).flatten()
     columns, pairs = first.a.shape[3], positions * (positions + 1) // 2
     # To form an element takes as long as some dozens of multiplications.
     by_pairs = pairs * (outputs * columns + 96 * (columns + count * outputs))
-    if count == 1 or by_pairs > count * (positions + 32) * outputs * columns:
-        return functools.reduce(Tensor.add_, (each.squared_sum() for each in cotangents))
+    if groups > 1 or count == 1 or by_pairs > count * (positions + 32) * outputs * columns:
+        return _squares_by_points(cotangents, groups * outputs * columns)
     a, (r, s) = first.a[:, :, 0], torch.triu_indices(positions, positions, device=first.g.device)
     twice = 1 + (r != s).to(a)
     total = a.new_zeros(outputs, columns)
@@ -149,14 +138,24 @@ def squared_sums(cotangents: Sequence[OuterProductGradients]) -> Tensor:
     for start in range(0, len(a), chunk):
         part = slice(start, start + chunk)
         g = torch.stack([each.g[part, :, 0] for each in cotangents])
-        if positions == 1:
-            of_outputs, of_inputs = g.square().sum(0), a[part].square()
-        else:
-            of_outputs = (g[:, :, r] * g[:, :, s]).sum(0) * twice[:, None]
-            of_inputs = a[part, r] * a[part, s]
+        of_outputs = (g[:, :, r] * g[:, :, s]).sum(0) * twice[:, None]
+        of_inputs = a[part, r] * a[part, s]
         total.addmm_(of_outputs.flatten(0, 1).mT, of_inputs.flatten(0, 1))
     # Products of pairs have both signs: where they add up to zero, rounding may leave less.
     return total.flatten().clamp_min(0)
+
+
+def _squares_by_points(cotangents: Sequence[OuterProductGradients], size: int) -> Tensor:
+    """Return `squared_sums` by the gradients of each point, which have some size."""
+    most = max(1, budget(cotangents[0].g.device) // size)
+    count = min(len(cotangents), most)
+    chunk = most // count
+    rows = (
+        dense_gradients(cotangents[i : i + count], slice(j, j + chunk)).flatten(0, 1)
+        for i in range(0, len(cotangents), count)
+        for j in range(0, len(cotangents[0]), chunk)
+    )
+    return functools.reduce(Tensor.add_, map(_squared_sum, rows))
 
 
 def _squared_sum(rows: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class LayerCall:
         """Whether the weight's first dimension counts inputs, as in transposed convolutions."""
         return self.event.kind.startswith("conv_transpose")
 
-    @property
+    @functools.cached_property
     def groups(self) -> int:
         """The number of groups of a convolution; 1 for other maps."""
         event, channel = self.event, -1 - self.event.spatial_dims
@@ -93,8 +93,6 @@ class LayerCall:
 
     def with_batch_dims(self, dims: BatchDims) -> LayerCall:
         """Return the call with another place of the points."""
-        if dims == self.batch_dims:
-            return self
         event = dataclasses.replace(
             self.event, batch_dim=dims.dim, rows_of_points_are_apart=dims.rows_are_apart
         )
@@ -233,7 +231,8 @@ class MapInputs:
     @functools.cached_property
     def rows(self) -> Tensor:
         """The inputs of all positions, `(n, R, groups, columns)`."""
-        found = cat_positions(self._of_call(call) for call in self.calls)
+        with torch.set_grad_enabled(self.keeps_graph and torch.is_grad_enabled()):
+            found = cat_positions(self._of_call(call) for call in self.calls)
         return found if self.keeps_graph else found.detach()
 
     def _of_call(self, call: LayerCall) -> Tensor:
@@ -261,8 +260,9 @@ class MapInputs:
         if self.keeps_graph or self.block.weight is None or not all(map(_is_shifted, self.calls)):
             return second_moment(self.rows)
         how = self.block.groups, self.block.bias is not None
-        windows = (at_least_float32(call.event.windows().detach()) for call in self.calls)
-        return functools.reduce(torch.add, (moment_of_windows(each, *how) for each in windows))
+        with torch.no_grad():
+            windows = (at_least_float32(call.event.windows()) for call in self.calls)
+            return functools.reduce(torch.add, (moment_of_windows(each, *how) for each in windows))
 
 
 def _is_shifted(call: LayerCall) -> bool:
@@ -317,8 +317,7 @@ def moment_of_windows(windows: Tensor, groups: int, with_one: bool) -> Tensor:
     total = rows.new_empty(groups, own, kernel[0], other, own, kernel[0], other)
     each, sizes = rows.flatten(0, 1), (-1, groups, own, other, own, other)
     for shift in range(kernel[0]):
-        ahead = shift * groups
-        products = torch.bmm(each[: len(each) - ahead], each[ahead:].mT)
+        products = torch.bmm(each[: len(each) - shift * groups], each[shift * groups :].mT)
         # One sum for each `k`, which goes last.
         sums = products.unflatten(0, (-1, groups)).unfold(0, shape[0], 1).sum(-1)
         total.diagonal(shift, 2, 5).copy_(sums.view(sizes).movedim(0, -1))

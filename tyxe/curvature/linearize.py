@@ -125,14 +125,8 @@ class Linearization:
         elsewhere = self._elsewhere | self._known.exact
         found = layer_calls.find_blocks(self._shapes, self._recorded, elsewhere, self._parts)
         self._linear = [block for block in found if isinstance(block, LinearBlock)]
-        self._blocks = ParamBlocks(
-            tuple(
-                SiteBlock(block.name, self._shapes[block.name])
-                if block.name in self._parts
-                else block
-                for block in found
-            )
-        )
+        parts = {name: SiteBlock(name, self._shapes[name]) for name in self._parts}
+        self._blocks = ParamBlocks(tuple(parts.get(block.name, block) for block in found))
         self._located: dict[str, list[LayerCall]] | None = None
 
     @property
@@ -265,7 +259,7 @@ class Linearization:
             dims[index], found[index] = here, always
         self._located = {block.name: [] for block in self._linear}
         for call, own in zip(self._recorded, dims, strict=True):
-            located = call.with_batch_dims(own)
+            located = call if own == call.batch_dims else call.with_batch_dims(own)
             for name in {names[site] for site in call.sites if site in names}:
                 self._located[name].append(located)
         self._known.batch_dims[self._kind] = found
@@ -287,12 +281,8 @@ class Linearization:
 
     @functools.cached_property
     def _map_inputs(self) -> dict[str, layer_calls.MapInputs]:
-        return {
-            block.name: layer_calls.MapInputs(
-                block, self._calls[block.name], self.points, self._differentiable
-            )
-            for block in self._linear
-        }
+        calls, how = self._calls, (self.points, self._differentiable)
+        return {b.name: layer_calls.MapInputs(b, calls[b.name], *how) for b in self._linear}
 
     def result(self, tensor: Tensor) -> Tensor:
         """Return a tensor, without its graph unless that is to be differentiated again."""
@@ -305,9 +295,13 @@ class Linearization:
 
     def gradients_of(self, cotangents: Iterable[Tensor]) -> Iterator[dict[str, PointGradients]]:
         """Yield `gradients` of each of some cotangents, by as few backwards as is fastest."""
+        return itertools.chain.from_iterable(self.groups_of(cotangents))
+
+    def groups_of(self, cotangents: Iterable[Tensor]) -> Iterator[list[dict[str, PointGradients]]]:
+        """Yield what `gradients_of` does in lists, of the cotangents of each backward."""
         left = iter(cotangents)
         while some := [*itertools.islice(left, self._num_at_once())]:
-            yield from self._gradients_of(some)
+            yield self._gradients_of(some)
 
     def _num_at_once(self) -> int:
         if not self.points or self._differentiable:
