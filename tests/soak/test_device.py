@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.soak.flows import (
     outputs_of_the_host,
     simulations_of_inputs_of_the_host,
 )
-from tests.soak.pretend import DEVICE, DeviceMismatch, Host, pretend
+from tests.soak.pretend import DEVICE, DeviceMismatch, DeviceTensor, Host, pretend
 from tyxe.bnn import members
 from tyxe.integrations.sklearn import BayesianClassifier, BayesianRegressor
 from tyxe.program import Program
@@ -152,6 +153,25 @@ OF_THE_HOST = [
 def test_what_is_of_the_host_goes_to_the_device(use: Callable[[Host], None]) -> None:
     with pretend() as host:
         use(host)
+
+
+def test_batches_that_are_scored_are_on_the_device_one_by_one() -> None:
+    """All of them together may not have room there."""
+    alive = []
+
+    def count(*_: Any) -> None:
+        found = [o for o in gc.get_objects() if type(o) is DeviceTensor and o.shape == (7, 3)]
+        alive.append(len(found))
+
+    flow = Flow("VariationalBNN", "AutoNormal", "none", "Gaussian")
+    with pretend() as host:
+        bnn = flow.make(host)
+        bnn.net.register_forward_pre_hook(count)
+        batches = [(torch.randn(7, 3), torch.randn(7, flow.data.width)) for _ in range(5)]
+        tyxe.calibration.ScaleFactor().wrap(bnn, batches, num_predictions=2)
+        tyxe.diagnostics.scores(bnn, batches, num_predictions=2)
+    assert alive
+    assert max(alive) < 3
 
 
 def test_members_are_trained_together_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

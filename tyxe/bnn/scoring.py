@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe import check
-from tyxe.bnn.batches import check_has_targets, is_loader
+from tyxe.bnn.batches import check_has_targets, is_loader, on_device
 from tyxe.bnn.passes import ReplayedDraws, map_batches
 from tyxe.data import Targets, Unpack, concatenate_targets
 from tyxe.likelihoods import Bernoulli, HeteroskedasticGaussian, Likelihood, Ordinal
@@ -106,8 +106,9 @@ def predicted(bnn: Any, batches: list[Any], **options: Any) -> Predicted:
     """Return a BNN's predictions of batches beside their targets."""
     likelihood = bnn.likelihood.with_gradients(False)
     found = bnn.predict(batches, **options)
+    labels = on_device([targets for _, targets in batches], tree_leaves(found)[0].device)
     # Masks are of batches.
-    targets = concatenate_targets([likelihood.observed(targets) for _, targets in batches])
+    targets = concatenate_targets([likelihood.observed(each) for each in labels])
     kept, rows = likelihood.counted(targets)
     if isinstance(likelihood, Bernoulli | Ordinal):
         kept = replace(kept, values=kept.values.long())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check, files
-from tyxe.bnn.batches import all_batches, device_for
+from tyxe.bnn.batches import all_batches
 from tyxe.bnn.scoring import check_evaluation, predicted, reduced, weights_of
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
@@ -103,7 +103,7 @@ class Calibrator(ABC):
                 "the targets may be censored, so that nobody knows whether an interval holds them: "
                 "call fit(predictions, y) with points that are known"
             )
-        batches = all_batches(plain._to_evaluate(loader, unpack), device_for(plain))
+        batches = all_batches(plain._to_evaluate(loader, unpack))
         judged = predicted(bnn, batches, **options)
         self.fit(self.of(judged.predictions, judged.likelihood), judged.targets)
         return Calibrated(bnn, self, options)
@@ -202,7 +202,7 @@ class Calibrated:
         self._check_replaces("use coverage and size of tyxe.calibration")
         y = check_evaluation(self, input_data, y, reduction, None)
         loader = self._plain._to_evaluate(input_data, unpack) if y is None else [(input_data, y)]
-        batches = all_batches(loader, device_for(self._plain))
+        batches = all_batches(loader)
         likelihood, predictions, targets = predicted(self, batches, **options)
         if isinstance(predictions, tuple) and not isinstance(likelihood, StudentT):
             likelihood = HomoskedasticGaussian(scale=1.0, event_dim=likelihood.event_dim)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tyxe import check, files, metrics
 from tyxe.bnn import MCMC_BNN, EnsembleBNN
-from tyxe.bnn.batches import all_batches, device_for
+from tyxe.bnn.batches import all_batches
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import Predicted, predicted
 from tyxe.data import Unpack
@@ -64,7 +64,7 @@ def scores(
         >>> list(scores(bnn, [(torch.randn(50, 2), torch.arange(50) % 3)]))[:3]
         ['log-likelihood', 'error', 'Brier score']
     """
-    batches = all_batches(bnn._to_evaluate(loader, unpack), device_for(bnn))
+    batches = all_batches(bnn._to_evaluate(loader, unpack))
     options = {"num_predictions": num_predictions, **options}
     state = torch_rng()
     error, log_likelihood = bnn.evaluate(batches, reduction="mean", **options)
