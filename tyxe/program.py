@@ -19,6 +19,7 @@ import torch._inductor
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tyxe.errors import warn
@@ -195,16 +196,23 @@ class Programs:
     """
 
     def __init__(self, what: str, most: int | None = None) -> None:
-        self._what, self._most, self._has_warned = what, most or MOST_PROGRAMS, False
-        self._programs: dict[Any, Program] = {}
+        self._what, self._most = what, most or MOST_PROGRAMS
+        # None for what is no program.
+        self._programs: dict[Any, Program | None] = {}
         self._used: set[Any] = set()
         self.seconds = 0.0  # that compilation has taken
-        self._fails = False
+        self._said: set[str] = set()
 
-    def refuse(self, why: str) -> None:
-        """Have no programs from now on, and say why."""
-        warn(f"compile=True{why}")
-        self._fails = True
+    @property
+    def has_failed(self) -> bool:
+        """Whether anything was no program."""
+        return None in self._programs.values()
+
+    def _say(self, why: str) -> None:
+        """Warn once."""
+        if why not in self._said:
+            self._said.add(why)
+            warn(f"compile=True: {why}")
 
     def begin(self) -> None:
         """Begin a run, for whose shapes programs of earlier runs may go."""
@@ -212,25 +220,24 @@ class Programs:
 
     def find(self, key: Any, make: Callable[[], Program]) -> Program | None:
         """Return the program of a key, made where it is new, or None if there is none."""
-        is_new = not self._fails and key not in self._programs
-        if is_new and len(self._used) == self._most and not self._has_warned:
-            warn(
-                f"compile=True: {self._what} of further shapes than the first {self._most} run "
-                "uncompiled: give batches one size"
+        is_new = key not in self._programs
+        if is_new and len(self._used) == self._most:
+            self._say(
+                f"{self._what} of further shapes than the first {self._most} run uncompiled: give "
+                "batches one size"
             )
-            self._has_warned = True
-        if is_new and len(self._used) < self._most:
+            return None
+        if is_new:
             if len(self._programs) == self._most:
                 del self._programs[next(old for old in self._programs if old not in self._used)]
             start = time.perf_counter()
             try:
                 self._programs[key] = make()
             except Exception as error:  # of the user's net, the tracer or the compiler
+                self._programs[key] = None
                 reason = reason_of(error)
-                self.refuse(f": {self._what} are no program, and run uncompiled: {reason}")
+                self._say(f"{self._what} are no program, and run uncompiled: {reason}")
             self.seconds += time.perf_counter() - start
-        if self._fails or key not in self._programs:
-            return None
         self._used.add(key)
         return self._programs[key]
 
@@ -299,7 +306,8 @@ def _traced(
     # What the tracer leaves is a cycle, which is not to hold the function.
     held, sources = [function], {*_SOURCES.eval_cache}
     try:
-        graph = make_fx(lambda *given: held[0](*given))(*leaves)
+        with _Unread():
+            graph = make_fx(lambda *given: held[0](*given))(*leaves)
     except RuntimeError as error:
         _refuse(reason_of(error), error)
     finally:
@@ -320,6 +328,17 @@ def _traced(
     for node in graph.graph.nodes:
         node.meta.clear()  # of the tracer, and not what the compiler expects
     return graph
+
+
+class _Unread(TorchFunctionMode):
+    """Refuses to hand numbers to NumPy or Python, which a trace would take for constants."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__):
+            raise RuntimeError("its forward takes numbers out of PyTorch, as by numpy or tolist")
+        return func(*args, **(kwargs or {}))
 
 
 def _is_of_places(node: torch.fx.Node) -> bool:

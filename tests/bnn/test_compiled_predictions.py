@@ -4,6 +4,7 @@ import functools
 import threading
 import warnings
 
+import numpy as np
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
@@ -119,9 +120,8 @@ def test_part_of_a_parameter_follows_the_rest(made):
     prior = tyxe.priors.SubnetworkPrior(NORMAL, 9, by="magnitude")
     bnn = tyxe.VariationalBNN(net, prior, CLASSES, WIDE)
     check_same(bnn, X)
-    with torch.no_grad():
-        for own in bnn.net.parameters():
-            own.mul_(2)
+    for own in bnn.net.parameters():
+        own.data = 2 * own.data
     check_same(bnn, X)
     assert len(made) == 1
 
@@ -166,31 +166,50 @@ def test_the_net_itself_runs_no_more(made):
 
 
 CHANGES = {
-    "a fit": lambda bnn: bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.1), 2),
+    "a fit": lambda bnn: bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=1.0), 9),
     "numbers": lambda bnn: bnn.net.one.bias.data.fill_(3.0),
     "an attribute": lambda bnn: setattr(bnn.net, "factor", 7.0),
     "a buffer": lambda bnn: bnn.net.shift.fill_(5.0),
     "another buffer": lambda bnn: setattr(bnn.net, "shift", torch.full((3,), 4.0)),
     "another part": lambda bnn: setattr(bnn.net, "last", nn.Tanh()),
-    "parts in another order": lambda bnn: setattr(bnn.net, "last", bnn.net.other),
+    "parts in another order": lambda bnn: exchange(bnn.net, "last", "other"),
+    "a number in a dictionary": lambda bnn: bnn.net.table.update(factor=5.0),
+    "a number of NumPy": lambda bnn: bnn.net.array.fill(3.0),
+    "a tensor without a place": lambda bnn: bnn.net.kept.fill_(3.0),
+    "an attribute of the class": lambda bnn: setattr(Changing, "of_class", 4.0),
+    "a part in a list": lambda bnn: setattr(bnn.net.hidden[0], "negative_slope", 0.7),
+    "what is tied": lambda bnn: setattr(bnn.net, "shift", bnn.net.other_shift),
     "a dtype": lambda bnn: bnn.double(),
     "a setting of a part": lambda bnn: setattr(bnn.net.last, "negative_slope", 0.9),
 }
 
 
+def exchange(net, *names):
+    for name, part in zip(names, [getattr(net, name) for name in reversed(names)], strict=True):
+        setattr(net, name, part)
+
+
 class Changing(nn.Module):
+    of_class = 1.0
+
     def __init__(self):
         super().__init__()
         self.one, self.last, self.other = nn.Linear(4, 3), nn.LeakyReLU(), nn.Sigmoid()
-        self.factor = 2.0
+        self.factor, self.table, self.array = 2.0, {"factor": 1.0}, np.ones(3)
+        self.kept, self.hidden = torch.ones(()), [nn.LeakyReLU()]
         self.register_buffer("shift", torch.zeros(3))
+        self.register_buffer("other_shift", torch.full((3,), 2.0))
+        self.register_buffer("third_shift", self.shift)
 
     def forward(self, x):
-        return self.factor * self.last(self.one(x) + self.shift)
+        y = self.factor * self.last(self.one(x) + self.shift) + self.other(x[:, :1])
+        y = y * self.table["factor"] * float(self.array[0]) * float(self.kept) * self.of_class
+        return self.hidden[0](y - 4) + self.other_shift + self.third_shift
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_later_is_noticed(change):
+def test_what_changes_later_is_noticed(change, monkeypatch):
+    monkeypatch.setattr(Changing, "of_class", 1.0)
     torch.manual_seed(0)
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_parameters=["bias"])
     bnn = bnn_of(Changing(), prior=prior)
@@ -203,9 +222,27 @@ def test_what_changes_later_is_noticed(change):
     assert change == "a dtype" or not torch.allclose(before, after, atol=1e-3)
 
 
+def test_a_program_of_other_numbers_is_not_used(monkeypatch):
+    class Other(program.Program):
+        def __call__(self, *arguments):
+            return super().__call__(*arguments) + 0.5
+
+    monkeypatch.setattr(traced, "Program", Other)
+    with pytest.warns(tyxe.TyxeWarning, match="it gives other numbers"):
+        check_same(bnn_of(mlp(4, 8, 3)), X)
+
+
+def test_another_way_may_be_a_program(made):
+    bnn = bnn_of(ReadLast(nn.LSTM, 1, 3, 3))
+    with pytest.warns(tyxe.TyxeWarning, match="are no program"):
+        bnn.predict(X, num_predictions=DRAWS, compile=True, vectorize=True)
+    check_same(bnn, X)
+    assert len(made) == 1
+
+
 def test_autocast_has_programs_of_its_own(made):
     bnn = bnn_of(mlp(4, 8, 3))
-    check_same(bnn, X)
+    check_same(bnn, X, vectorize=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check_same(bnn, X, vectorize=False)
     assert len(made) == 2
@@ -229,11 +266,21 @@ def drops(net, x):
     return nn.functional.dropout(net.one(x))
 
 
+def through_numpy(net, x):
+    return net.one(x) * torch.from_numpy(np.exp(x.numpy()[:, :1]))
+
+
+def through_lists(net, x):
+    return net.one(x) * torch.tensor(x[:, :1].tolist())
+
+
 REFUSED = {
     branches: "control flow depends on numbers",
     counts: "an earlier one has left",
     writes: "writes into",
     drops: "random numbers",
+    through_numpy: "takes numbers out",
+    through_lists: "takes numbers out",
 }
 
 
@@ -252,7 +299,7 @@ def test_nets_that_are_no_program_run_as_they_are(forward):
         found = seeded(lambda: bnn.predict(X, num_predictions=DRAWS, compile=True))
     assert len(caught) == 1
     expected = seeded(lambda: plain.predict(X, num_predictions=DRAWS))
-    if forward in (branches, drops):  # the others keep count of the look at them
+    if forward not in (counts, writes):  # which keep count of the look at them
         torch.testing.assert_close(found, expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tests.oracles.fits import ADAM, PRIOR, X, Y, assert_equal, make, trainable
 from tests.oracles.nets import Rounded
 from tyxe.bnn import elbo_terms
@@ -229,6 +230,27 @@ class Counting(nn.Module):
         with torch.no_grad():
             self.free.add_(1)
         return self.layer(x) + self.free
+
+
+class Filled(nn.Linear):
+    """Fills its table in the first forward."""
+
+    def __init__(self):
+        super().__init__(2, 3)
+        self.table, self.is_filled = nn.Buffer(torch.zeros(3)), False
+        self.missing = nn.Buffer(torch.tensor(torch.nan).expand(3))
+
+    def forward(self, x):
+        if not self.is_filled:
+            self.table.copy_(torch.arange(3.0))
+            self.is_filled = True
+        return super().forward(x) + self.table
+
+
+def test_the_look_at_the_first_batch_leaves_a_first_forward_to_the_fit():
+    bnn = mean_field(Filled(), Categorical(10))
+    bnn.fit([(X, Y)], ADAM, 1)
+    assert bnn.net.table.tolist() == [0, 1, 2]
 
 
 def test_the_look_at_the_first_batch_changes_nothing_in_place():

@@ -74,7 +74,7 @@ PREDICTED = (
     (lambda: Censored(UNIT).check_targets(COLUMN, PAIRS.flip(-1)), VALUE, r"expected pairs \(low"),
     (lambda: scored(UNIT, COLUMN), VALUE, r"\(3, 1, 2\).*; make them by censored_targets"),
     (lambda: scored(COUNTS, PAIRS), TYPE, "discrete"),
-    (lambda: scored(StudentT(3), PAIRS), TYPE, r"StudentT has no cdf.*log_tails\.register"),
+    (lambda: scored(StudentT(3), PAIRS), TYPE, r"\bStudentT has no cdf.*log_tails\.register"),
     (lambda: Censored(SPREAD).hessian_counts(PAIRS, PAIR), TYPE, "each; curvature='empirical'"),
     *(
         (lambda bad=bad: Ordinal(3, 3).check_targets(COLUMN, torch.tensor(bad)), VALUE, "outside")

@@ -417,6 +417,16 @@ def test_draws_of_huge_counts_are_not_negative(make):
     assert drawn[4] == INF
 
 
+def test_a_negative_scale_has_no_density():
+    likelihood = HeteroskedasticGaussian(1, positive_scale=True)
+    assert likelihood.log_likelihood(torch.tensor([[0.0, -1.0]]), torch.zeros(1, 1)).isnan()
+
+
+def test_counts_in_half_precision_are_drawn():
+    drawn = Poisson(2).sample(torch.tensor([[0.0], [3.0]], dtype=torch.float16))
+    assert bool(drawn.isfinite().all())
+
+
 @pytest.mark.parametrize("positive_scale", [False, True])
 def test_a_predicted_noise_that_rounds_to_zero_is_a_very_small_one(positive_scale):
     likelihood = HeteroskedasticGaussian(3, positive_scale=positive_scale)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributions as td
+from torch.nn.functional import softplus
 
 import tyxe
 from tests.oracles.links import expected_sigmoid
@@ -286,6 +287,27 @@ def test_a_number_whose_noise_is_inferred_has_samples():
     law = gaussian_distribution(likelihood, GaussianOutputs(mean, variance, options))
     assert_is_mean_of_samples(found, first, second, num_samples)
     assert_is_mean_of_samples(law.log_prob(y), first, second, num_samples)
+
+
+class SoftplusPoisson(tyxe.likelihoods.Poisson):
+    def predictive_distribution(self, predictions, latents=None):
+        return super().predictive_distribution(softplus(predictions).log(), latents)
+
+
+def test_moments_of_counts_with_another_link_are_those_of_the_nodes():
+    mean, variance = torch.zeros(1, 1).double(), torch.full((1, 1, 1), 4.0).double()
+    found = gaussian_distribution(SoftplusPoisson(1), GaussianOutputs(mean, variance, OPTIONS))
+    rates = softplus(2 * torch.randn(200_000, generator=torch.Generator().manual_seed(0)).double())
+    assert float(found.mean) == pytest.approx(float(rates.mean()), rel=0.02)
+    assert float(found.variance) == pytest.approx(float(rates.mean() + rates.var()), rel=0.03)
+
+
+def test_moments_that_overflow_are_infinite():
+    mean, variance = torch.zeros(1, 1).double(), torch.full((1, 1, 1), 800.0).double()
+    found = gaussian_distribution(
+        tyxe.likelihoods.Poisson(1), GaussianOutputs(mean, variance, OPTIONS)
+    )
+    assert found.stddev == math.inf
 
 
 @pytest.mark.parametrize("scale", [0.5, 4.0, 6.0, 10.0])

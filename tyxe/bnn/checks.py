@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe import check
 from tyxe.bnn.checkpoint import History
-from tyxe.bnn.compiled import restore
 from tyxe.bnn.reading import look_at_sites
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
@@ -73,20 +72,22 @@ def check_one_batch(
     """Raise if targets do not fit the predictions, or the batch is larger than the data set.
 
     The net runs once with a draw, in eval mode and without gradients, and the random generators are
-    set back afterwards. So are buffers and trained parameters that it changes in place. Sites that
-    it does not read are looked for.
+    set back afterwards. So are buffers and trained parameters that it changes in place, and what it
+    sets on the net. Sites that it does not read are looked for.
     """
     trained = [p.detach() for p in bnn.net.parameters() if p.requires_grad]
-    held = [*trained, *bnn.net.buffers()]
-    before = [tensor.clone() for tensor in held]
+    held = [t for t in (*trained, *bnn.net.buffers()) if t.layout == torch.strided]
+    before = [(tensor._version, tensor.clone()) for tensor in held]
     try:
         with torch_rng_kept(), bnn._predicting():
-            predictions = bnn._run_net(draw(), inputs)
+            predictions = bnn._stand_in(draw()).call_apart(inputs)
             check_is_tensor(predictions)
             check_batch(bnn.likelihood, predictions, targets)
         look_at_sites(bnn, inputs, needs_gradients=True)
     finally:
-        restore(held, before)
+        for tensor, (version, value) in zip(held, before, strict=True):
+            if tensor._version != version and tensor.shape == value.shape:
+                tensor.copy_(value)
     _warn_of_inputs(bnn, inputs)
 
 

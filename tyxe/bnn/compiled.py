@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tyxe.autocast import is_close
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.standin import Outline, StandIn, modes_of
+from tyxe.errors import warn
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.program import Program, Programs, check_equal, dense, has_programs, is_dense
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
@@ -68,7 +69,7 @@ def fingerprint(objective: Any, handlers: Iterable[Messenger], autocast: torch.d
     tensors it has the object and its version.
     """
     given = {id(t) for t in (*objective.parameters(), *objective.buffers())}
-    described = _Description(given)
+    described = Description(given)
     return (
         described(objective),
         [described(configuration(handler)) for handler in handlers],
@@ -99,7 +100,7 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
     return is_close(one, other) if rounded else same_numbers(one, other)
 
 
-class _Description:
+class Description:
     """Describes objects by plain values that can be compared, each object once.
 
     Tensors besides those given are equal to themselves alone, or to those of the same numbers.
@@ -203,9 +204,9 @@ class CompiledSteps:
 
     def __init__(self, fingerprint: Any, device: torch.device) -> None:
         self.fingerprint = fingerprint
-        self.programs = Programs("steps")
-        if not has_programs(device):
-            self.programs.refuse(" needs a C++ compiler, and none is found: steps run uncompiled")
+        self.programs, self._exist = Programs("steps"), has_programs(device)
+        if not self._exist:
+            warn("compile=True needs a C++ compiler, and none is found: steps run uncompiled")
 
     def __call__(
         self,
@@ -237,7 +238,7 @@ class CompiledSteps:
     ) -> CompiledStep | None:
         """Return the step of a batch, or None without a program."""
         batch = tree_leaves((inputs, targets))
-        if not all(isinstance(leaf, Tensor) for leaf in batch):
+        if not self._exist or not all(isinstance(leaf, Tensor) for leaf in batch):
             return None
         tensors = tensors_of(objective.bnn)
         trained = {name: t for name, t in tensors.items() if t.requires_grad}
@@ -339,7 +340,7 @@ def what_changes(net: nn.Module, forward: Callable[[], Tensor], held: Sequence[T
                 found.append(forward().detach())
             finally:
                 restore(held, before)
-            left.append(_Description(given, by_numbers=True)(net))
+            left.append(Description(given, by_numbers=True)(net))
     if not _is_alike(*found):
         return (
             "its forward depends on what an earlier one has left, or on random numbers that are "

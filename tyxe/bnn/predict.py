@@ -174,11 +174,12 @@ class SupervisedBNN(Derived, PosteriorBNN):
             vectorize: run draws at once under `torch.vmap`, or with `False` in a loop. By default
                 they run at once if that is faster and gives the same: for a last linear layer, and
                 on a GPU for other nets without random convolutions.
-            compile: run the net as a program that was traced at its first draws and compared there,
-                and on a GPU is launched as one graph. It is kept for later calls, and made anew
-                when the net changes otherwise than in the numbers of its tensors; globals that its
-                forward reads are not seen. All draws of a net without random convolutions and
-                recurrent layers run at once, unless `vectorize` says otherwise.
+            compile: run the net as a program that is traced at its first draws and compared there.
+                On a GPU, where this was never run, it is to be one launch. Later calls use it
+                again; it is made anew when the net changes otherwise than in the numbers of its
+                parameters and buffers. Globals that its forward reads are not seen. All draws run
+                at once, unless a convolution or a recurrent layer is random, or `vectorize` is
+                False.
             batch_size: number of rows that go through the net at a time. Samples of Gaussian
                 outputs are drawn for each row, and so depend on it, unless they are joint.
             predictive: `"bnn"`, by draws of weights; or `"glm"`, by the net linearised about the

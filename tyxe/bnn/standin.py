@@ -472,7 +472,7 @@ def _state_of(module: nn.Module) -> _State:
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two dictionaries hold the same objects, in the same order."""
-    same = one.keys() == other.keys()
+    same = [*one] == [*other]
     return same and all(map(operator.is_, one.values(), other.values()))
 
 

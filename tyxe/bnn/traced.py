@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe.autocast import dtype_of_maps
 from tyxe.bnn.base import BNN
-from tyxe.bnn.compiled import what_changes
+from tyxe.bnn.compiled import Description, what_changes
 from tyxe.bnn.passes import unstacked
 from tyxe.bnn.standin import StandIn, modes_of, tensors_of
 from tyxe.data import Picking
@@ -20,7 +20,7 @@ from tyxe.predictive.forwards import MOST_GIVEN, are_alike, has_hooks
 from tyxe.program import Program, Programs, check_equal, has_graphs, reason_of
 from tyxe.rng import torch_rng_kept
 from tyxe.threads import exclusive
-from tyxe.util import Inputs, at_each, kind_of_batch
+from tyxe.util import SITE_PRIORS, Inputs, at_each, kind_of_batch
 
 Values = dict[str, Tensor]
 
@@ -37,8 +37,7 @@ class TracedNet:
     batches beyond the first few, run as `plain`, a function of stacked draws, after one warning.
 
     `at_once`: run all draws of a stack in one pass under `torch.vmap`, or one after the other. By
-    default nets do whose draws are of linear maps, embeddings and norms: random convolutions would
-    become grouped ones, and recurrent layers are refused.
+    default they run in one pass, unless a convolution or a recurrent layer is random.
     """
 
     def __init__(
@@ -48,8 +47,9 @@ class TracedNet:
         random = [*bnn._in_places().values()]
         parts, replaced = [*bnn.net.modules()], bnn._replaced()
         if at_once is None:
+            owners = (part for slots in bnn._slots.values() for part, _ in slots)
             convolves = any(own.dim() > 2 for own in random)
-            at_once = not convolves and not any(isinstance(one, nn.RNNBase) for one in parts)
+            at_once = not convolves and not any(isinstance(part, nn.RNNBase) for part in owners)
         given = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         self._size = max(1, MOST_GIVEN // max(1, given)) if at_once else 1
         self._device = random[0].device
@@ -76,16 +76,18 @@ class TracedNet:
     def _programs_of(self, parts: list[nn.Module]) -> Programs:
         """Return the programs of a net of these parts as it is now."""
         bnn, runtime = self._bnn, self._bnn._runtime
-        modes = modes_of(bnn)
-        now = (
-            bnn._outline.look_again(parts),
-            [[*part._modules.items()] for part in parts],
-            None if modes is None else [*modes.values()],
-            has_hooks(bnn.net, Picking),
-        )
-        if runtime.forwards is None or runtime.forwards[0] != now:
-            runtime.forwards = now, Programs("predictions", MOST_SHAPES)
-        found: Programs = runtime.forwards[1]
+        changes = bnn._outline.look_again(parts), has_hooks(bnn.net, Picking)
+        # Of a stand-in, which has the modes of a prediction. Priors are of no effect.
+        net = StandIn(bnn.net, bnn._outline, {}, modes_of(bnn)).net
+        net.__dict__.pop(SITE_PRIORS, None)
+        now = Description({id(t) for t in (*net.parameters(), *net.buffers())})(net)
+        if runtime.forwards is not None:
+            before, described, found = runtime.forwards
+            # A net that is refused may change in each forward.
+            if before == changes and (described == now or found.has_failed):
+                return found
+        found = Programs("predictions", MOST_SHAPES)
+        runtime.forwards = changes, now, found
         return found
 
     def _made(self, values: Values) -> Program:

@@ -83,7 +83,8 @@ class SplitConformal(Calibrator):
         # The coverage is the same for any scale, also of an inferred count.
         is_pair = isinstance(predictions, tuple | list)
         latents = None if is_pair else likelihood.prior_means()
-        mean, scale = likelihood.mean_and_scale(predictions, latents)
+        own = {"latents": latents} if latents else {}
+        mean, scale = likelihood.mean_and_scale(predictions, **own)
         if self.score != "cqr":
             return mean, scale
         far = scale * NormalDist().inv_cdf((1 + self.level) / 2)

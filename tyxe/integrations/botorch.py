@@ -70,7 +70,8 @@ class BoTorchBNN(EnsembleModel):
         rows = X.reshape(-1, X.shape[-1]).to(like)
         with torch_rng_kept(self._seed):
             found = bnn.predict(rows, enable_grad=True, **self._options)
-        means, _ = bnn.likelihood.mean_and_scale(found, bnn.likelihood.prior_means())
+        latents = bnn.likelihood.prior_means()
+        means, _ = bnn.likelihood.mean_and_scale(found, **({"latents": latents} if latents else {}))
         shape = (len(means), *X.shape[:-1], self._num_outputs)
         samples: Tensor = means.reshape(shape).movedim(0, -3)
         return samples.to(X)

@@ -172,6 +172,11 @@ def censored_targets(
 # --------------------------------------------------------------------------- distributions
 
 
+def _name_of(distribution: Any) -> str:
+    """Return the name of a distribution's class, or of the public one that it is made of."""
+    return next(kind.__name__ for kind in type(distribution).__mro__ if kind.__name__[0] != "_")
+
+
 @singledispatch
 def log_tails(distribution: Any, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return `log F(v)` and `log (1 - F(v))` elementwise, precise in both tails.
@@ -189,10 +194,10 @@ def log_tails(distribution: Any, value: Tensor) -> tuple[Tensor, Tensor]:
     try:
         below = distribution.cdf(value)
     except NotImplementedError:
-        name = type(distribution).__name__
         raise TypeError(
-            f"{name} has no cdf, which censored targets need: decorate a function (distribution, "
-            f"value) that returns log F and log (1 - F) with @tyxe.likelihoods.log_tails.register"
+            f"{_name_of(distribution)} has no cdf, which censored targets need: decorate a "
+            "function (distribution, value) that returns log F and log (1 - F) with "
+            "@tyxe.likelihoods.log_tails.register"
         ) from None
     tiny = torch.finfo(below.dtype).tiny
     return below.clamp_min(tiny).log(), (1 - below).clamp_min(tiny).log()
@@ -238,7 +243,7 @@ class _Pairs(dist.TorchDistribution):
 
     def __init__(self, numbers: Any) -> None:
         if numbers.support is None or numbers.support.is_discrete:
-            raise TypeError(f"{type(numbers).__name__} is discrete; censored targets are not")
+            raise TypeError(f"{_name_of(numbers)} is discrete; censored targets are not")
         self._numbers = numbers
         super().__init__(numbers.batch_shape, torch.Size([2]), validate_args=False)
 

@@ -73,8 +73,9 @@ class _Poisson(dist.Poisson):
 
 
 def _drawn(rate: Tensor) -> Tensor:
-    """Return counts; PyTorch's of rates above 2^63 are negative."""
-    return torch.poisson(rate.clamp_max(1e18)).where(rate < 1e18, rate)
+    """Return counts, which above some rate are the rate: PyTorch's integers end at 2^63 or 2^32."""
+    most = min(1e18 if rate.device.type == "cpu" else 2e9, torch.finfo(rate.dtype).max)
+    return torch.poisson(rate.clamp_max(most)).where(rate < most, rate)
 
 
 class NegativeBinomial(_LogMean, OwnParameter):
@@ -115,7 +116,8 @@ class NegativeBinomial(_LogMean, OwnParameter):
         super().__init__("total_count", total_count, *how)
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
-        # From here on it is a Poisson to all digits. A prior may have an infinite mean.
+        # From here on it is a Poisson of means up to 1e5, but for rounding. A prior may have an
+        # infinite mean.
         count = self.own_value_for(predictions, latents).clamp_max(1e9)
         logits = predictions - count.log()
         return _Dispersed(count, logits=logits, validate_args=False).to_event(self.event_dim)

@@ -315,8 +315,9 @@ class HeteroskedasticGaussian(Likelihood):
             )
         loc, scale = predictions.chunk(2, dim=-1)
         scale = scale if self.positive_scale else softplus(scale)
-        # A softplus rounds to 0, and the square of smaller ones too.
-        return loc, scale.clamp_min(torch.finfo(scale.dtype).tiny ** 0.5)
+        # A softplus rounds to 0, and the square of smaller ones too. A net's own may be negative.
+        least = torch.finfo(scale.dtype).tiny ** 0.5
+        return loc, scale.where(scale < 0, scale.clamp_min(least))
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         loc, scale = self._split(predictions)

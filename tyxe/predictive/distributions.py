@@ -87,7 +87,8 @@ class PredictiveMixture(td.Distribution):
     def variance(self) -> Tensor:
         mean = self.mean
         # Where a mean is infinite, as of a Poisson, so is the variance.
-        far = [(part.mean - mean).nan_to_num(nan=math.inf) for part in self.parts]
+        infinite = mean.isinf()
+        far = [(part.mean - mean).masked_fill(infinite, math.inf) for part in self.parts]
         each = zip(self.parts, far, strict=True)
         return self._mean_of([part.variance + distance**2 for part, distance in each])
 
@@ -195,7 +196,7 @@ def gaussian_distribution(likelihood: Likelihood, outputs: GaussianOutputs) -> A
     found = distribution_at_draws(likelihood, samples, latents, weights)
     if weights is None or not isinstance(found, PredictiveMixture):
         return found
-    is_count = isinstance(likelihood, Poisson | NegativeBinomial)
+    is_count = type(likelihood) in (Poisson, NegativeBinomial)  # others may have another link
     moments = _moments_of_counts(likelihood, outputs) if is_count else None
     density = partial(_density_over_outputs, likelihood, outputs)
     return _Integrated(found.parts, weights, density, moments)
@@ -211,6 +212,7 @@ def _moments_of_counts(likelihood: Likelihood, outputs: GaussianOutputs) -> tupl
     at_mean = likelihood.predictive_distribution(precise(outputs.mean) + variance / 2)
     mean, dispersed = at_mean.mean, at_mean.variance - at_mean.mean
     total = mean + mean.square() * variance.expm1() + dispersed * variance.exp()
+    total = total.where(~total.isnan() | mean.isnan(), math.inf)  # of numbers that overflow
     return mean.to(dtype), total.to(dtype)
 
 

@@ -27,7 +27,7 @@ Link = Callable[[Tensor, Tensor, int], Tensor]
 NUM_SAMPLES = 100
 # Numbers drawn at a time, which bounds the memory for large outputs such as one for each pixel.
 CHUNK = 2**22
-# Classes whose differences from all others are made at a time by `log_probit`, for the same reason.
+# Classes that `log_probit` compares with all others at a time, which bounds its memory.
 AT_A_TIME = 32
 
 
