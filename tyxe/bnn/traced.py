@@ -26,6 +26,9 @@ Values = dict[str, Tensor]
 
 # Kinds of batches, and numbers of draws, for which there are programs of a net.
 MOST_SHAPES = 8
+# Numbers of the draws of one pass on a processor: more leave its cache, and a pass takes longer.
+# What is not random they share, so that it is not counted where there is any.
+MOST_CACHED = 2**20
 
 
 class TracedNet:
@@ -37,7 +40,8 @@ class TracedNet:
     batches beyond the first few, run as `plain`, a function of stacked draws, after one warning.
 
     `at_once`: run all draws of a stack in one pass under `torch.vmap`, or one after the other. By
-    default they run in one pass, unless a convolution or a recurrent layer is random.
+    default they run in one pass, unless a convolution or a recurrent layer is random; large draws
+    on a processor run in several.
     """
 
     def __init__(
@@ -46,15 +50,19 @@ class TracedNet:
         self._bnn, self._inputs, self._plain = bnn, inputs, plain
         random = [*bnn._in_places().values()]
         parts, replaced = [*bnn.net.modules()], bnn._replaced()
+        tensors = {id(t): t for part in parts for t in tensors_of(part)}
+        self._others = [t for key, t in tensors.items() if key not in replaced]
+        self._device = random[0].device
+        given = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        size = MOST_GIVEN // max(1, given)
         if at_once is None:
             owners = (part for slots in bnn._slots.values() for part, _ in slots)
             convolves = any(own.dim() > 2 for own in random)
             at_once = not convolves and not any(isinstance(part, nn.RNNBase) for part in owners)
-        given = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-        self._size = max(1, MOST_GIVEN // max(1, given)) if at_once else 1
-        self._device = random[0].device
-        tensors = {id(t): t for part in parts for t in tensors_of(part)}
-        self._others = [t for key, t in tensors.items() if key not in replaced]
+            has_body = any(isinstance(other, nn.Parameter) for other in self._others)
+            if self._device.type == "cpu" and not has_body:
+                size = min(size, MOST_CACHED // sum(own.numel() for own in random))
+        self._size = max(1, size) if at_once else 1
         with exclusive():
             self._programs = self._programs_of(parts)
         self._kind = kind_of_batch((self._others, inputs)), at_once, dtype_of_maps(random[0])
