@@ -204,9 +204,9 @@ class Programs:
         self._said: set[str] = set()
 
     @property
-    def has_failed(self) -> bool:
-        """Whether anything was no program."""
-        return None in self._programs.values()
+    def are_none(self) -> bool:
+        """Whether all that was asked for so far is no program."""
+        return bool(self._programs) and not any(self._programs.values())
 
     def _say(self, why: str) -> None:
         """Warn once."""

@@ -238,6 +238,13 @@ def test_another_way_may_be_a_program(made):
         bnn.predict(X, num_predictions=DRAWS, compile=True, vectorize=True)
     check_same(bnn, X)
     assert len(made) == 1
+    bnn.net.head = nn.Sequential(bnn.net.head, nn.Tanh())
+    check_same(bnn, X)
+    bnn.net.table = {"factor": 1.0}
+    check_same(bnn, X)
+    bnn.net.table["factor"] = 2.0
+    check_same(bnn, X)
+    assert len(made) == 4
 
 
 def test_autocast_has_programs_of_its_own(made):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -123,6 +124,8 @@ class Description:
     def _of(self, one: Any) -> Any:
         if isinstance(one, Tensor):
             return self._of_tensor(one)
+        if isinstance(one, weakref.ref):
+            return (type(one), self(one()))
         library = type(one).__module__.partition(".")[0]
         if library in _OF_PROCESS:
             return _Same(one)

@@ -89,12 +89,12 @@ class TracedNet:
         net = StandIn(bnn.net, bnn._outline, {}, modes_of(bnn)).net
         net.__dict__.pop(SITE_PRIORS, None)
         now = Description({id(t) for t in (*net.parameters(), *net.buffers())})(net)
-        if runtime.forwards is not None:
-            before, described, found = runtime.forwards
-            # A net that is refused may change in each forward.
-            if before == changes and (described == now or found.has_failed):
-                return found
         found = Programs("predictions", MOST_SHAPES)
+        if runtime.forwards is not None:
+            before, described, known = runtime.forwards
+            # A net that is refused may change in each forward.
+            if before == changes and (described == now or known.are_none):
+                found = known
         runtime.forwards = changes, now, found
         return found
 
