@@ -325,7 +325,7 @@ def test_nets_that_are_no_functions_are_refused(function):
 
 
 def test_nets_that_branch_are_sampled_and_not_compiled():
-    with pytest.raises(RuntimeError, match=r"data-dependent control flow or similar; pass compile"):
+    with pytest.raises(RuntimeError, match=r"control flow depends on numbers; pass compile"):
         make(net=of_layer(branches)).fit([PAIR], 2, compile=True)
     bnn = make(FREE, net=of_layer(branches))
     with pytest.warns(tyxe.TyxeWarning, match=r"in a loop.*torch\.vmap does not take this net"):

@@ -190,7 +190,7 @@ class Saved:
             ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     bnn.save(f"{folder}/bnn.tyxe")
-            ...     bnn.load(f"{folder}/bnn.tyxe")
+            ...     bnn = bnn.load(f"{folder}/bnn.tyxe")
         """
         if not training:
             content = self.state_dict()
