@@ -22,13 +22,10 @@ from torch.optim.lr_scheduler import ExponentialLR
 import tyxe
 from tests.soak.flows import (
     FLOWS,
+    OF_THE_HOST,
     Device,
     Flow,
     batches_of_the_host,
-    calibrate_by_targets_of_the_host,
-    guide_of_the_host,
-    outputs_of_the_host,
-    simulations_of_inputs_of_the_host,
 )
 from tyxe import program
 from tyxe.bnn import captured
@@ -75,14 +72,6 @@ def test_flows(flow: Flow) -> None:
 @pytest.mark.parametrize("wrapper", ["VariationalBNN", "LaplaceBNN", "MCMC_BNN", "EnsembleBNN"])
 def test_batches_of_the_host(wrapper: str) -> None:
     batches_of_the_host(wrapper, Device(DEVICE))
-
-
-OF_THE_HOST = [
-    calibrate_by_targets_of_the_host,
-    guide_of_the_host,
-    outputs_of_the_host,
-    simulations_of_inputs_of_the_host,
-]
 
 
 @pytest.mark.parametrize("use", OF_THE_HOST, ids=lambda use: use.__name__)

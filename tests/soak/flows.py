@@ -311,6 +311,14 @@ def calibrate_by_targets_of_the_host(place: Place) -> None:
     assert_there(risk.predict(logits), place)
 
 
+# Uses of what is on the host, each a function of the place.
+OF_THE_HOST = [
+    calibrate_by_targets_of_the_host,
+    guide_of_the_host,
+    outputs_of_the_host,
+    simulations_of_inputs_of_the_host,
+]
+
 WRAPPERS: dict[str, Callable[[Flow, Place], collections.Counter[str]]] = {
     "VariationalBNN": _variational,
     "LaplaceBNN": _laplace,

@@ -15,15 +15,12 @@ import tyxe
 from tests.soak.flows import (
     ADAM,
     FLOWS,
+    OF_THE_HOST,
     Device,
     Flow,
     assert_there,
     batches_of_the_host,
-    calibrate_by_targets_of_the_host,
-    guide_of_the_host,
     make_batches,
-    outputs_of_the_host,
-    simulations_of_inputs_of_the_host,
 )
 from tests.soak.pretend import DEVICE, DeviceMismatch, DeviceTensor, Host, pretend
 from tyxe.bnn import members
@@ -139,14 +136,6 @@ def test_samples_go_to_a_file_of_the_host(tmp_path: Path) -> None:
 def test_batches_of_the_host_go_to_the_device(wrapper: str) -> None:
     with pretend() as host:
         batches_of_the_host(wrapper, host)
-
-
-OF_THE_HOST = [
-    calibrate_by_targets_of_the_host,
-    guide_of_the_host,
-    outputs_of_the_host,
-    simulations_of_inputs_of_the_host,
-]
 
 
 @pytest.mark.parametrize("use", OF_THE_HOST, ids=lambda use: use.__name__)

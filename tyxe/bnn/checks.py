@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe import check
 from tyxe.bnn.checkpoint import History
+from tyxe.bnn.compiled import restore
 from tyxe.bnn.reading import look_at_sites
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
@@ -77,7 +78,7 @@ def check_one_batch(
     """
     trained = [p.detach() for p in bnn.net.parameters() if p.requires_grad]
     held = [t for t in (*trained, *bnn.net.buffers()) if t.layout == torch.strided]
-    before = [(tensor._version, tensor.clone()) for tensor in held]
+    before = [tensor.clone() for tensor in held]
     try:
         with torch_rng_kept(), bnn._predicting():
             predictions = bnn._stand_in(draw()).call_apart(inputs)
@@ -85,9 +86,11 @@ def check_one_batch(
             check_batch(bnn.likelihood, predictions, targets)
         look_at_sites(bnn, inputs, needs_gradients=True)
     finally:
-        for tensor, (version, value) in zip(held, before, strict=True):
-            if tensor._version != version and tensor.shape == value.shape:
-                tensor.copy_(value)
+        # A forward may have given a cache another size.
+        whole = [
+            (t, value) for t, value in zip(held, before, strict=True) if t.shape == value.shape
+        ]
+        restore([t for t, _ in whole], [value for _, value in whole])
     _warn_of_inputs(bnn, inputs)
 
 

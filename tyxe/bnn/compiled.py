@@ -411,5 +411,6 @@ def _compare(program: Program, objective: Objective, trained: list[Tensor], give
 def restore(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Set tensors back to values, those that have changed."""
     for tensor, value in zip(tensors, values, strict=True):
-        if not torch.equal(tensor, value):  # or it would have a new version
+        # A copy of the same numbers would be a new version, and NaN may fill an expanded tensor.
+        if not same_numbers(tensor, value):
             tensor.copy_(value)

@@ -88,12 +88,6 @@ class Outline:
                 self.is_random = {}  # such as by a rate of dropout that was zero
             self._look([part])
 
-    def look_again(self, parts: Iterable[nn.Module]) -> int:
-        """Look at what has come to parts, and return how often any was seen to have changed."""
-        for part in parts:
-            self.follow(part)
-        return self.version
-
     def filled(self, part: nn.Module) -> list[str]:
         """Return the attributes whose contents were changed in place since the last look."""
         own, contents = part.__dict__, self._contents.get(part, {})

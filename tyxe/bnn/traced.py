@@ -49,9 +49,9 @@ class TracedNet:
     ) -> None:
         self._bnn, self._inputs, self._plain = bnn, inputs, plain
         random = [*bnn._in_places().values()]
-        parts, replaced = [*bnn.net.modules()], bnn._replaced()
-        tensors = {id(t): t for part in parts for t in tensors_of(part)}
-        self._others = [t for key, t in tensors.items() if key not in replaced]
+        replaced = bnn._replaced()
+        tensors = (t for part in bnn.net.modules() for t in tensors_of(part))
+        self._others = [*{id(t): t for t in tensors if id(t) not in replaced}.values()]
         self._device = random[0].device
         given = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
         size = MOST_GIVEN // max(1, given)
@@ -64,7 +64,7 @@ class TracedNet:
                 size = min(size, MOST_CACHED // sum(own.numel() for own in random))
         self._size = max(1, size) if at_once else 1
         with exclusive():
-            self._programs = self._programs_of(parts)
+            self._programs = self._programs_of_net()
         self._kind = kind_of_batch((self._others, inputs)), at_once, dtype_of_maps(random[0])
 
     def __call__(self, stacked: Values) -> Tensor:
@@ -81,12 +81,13 @@ class TracedNet:
         found: Tensor = program(values, self._others, self._inputs)
         return found
 
-    def _programs_of(self, parts: list[nn.Module]) -> Programs:
-        """Return the programs of a net of these parts as it is now."""
+    def _programs_of_net(self) -> Programs:
+        """Return the programs of the net as it is now."""
         bnn, runtime = self._bnn, self._bnn._runtime
-        changes = bnn._outline.look_again(parts), has_hooks(bnn.net, Picking)
-        # Of a stand-in, which has the modes of a prediction. Priors are of no effect.
+        # Of a stand-in, which has the modes of a prediction, and looks at what has come to the
+        # parts. Priors are of no effect.
         net = StandIn(bnn.net, bnn._outline, {}, modes_of(bnn)).net
+        changes = bnn._outline.version, has_hooks(bnn.net, Picking)
         net.__dict__.pop(SITE_PRIORS, None)
         now = Description({id(t) for t in (*net.parameters(), *net.buffers())})(net)
         found = Programs("predictions", MOST_SHAPES)
