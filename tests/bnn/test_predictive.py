@@ -220,6 +220,9 @@ def test_the_quantile_of_a_normal_is_its_inverse_cdf():
     torch.testing.assert_close(found, normal.icdf(torch.tensor(0.9, dtype=X.dtype)))
     with pytest.raises(ValueError, match="level is 1; expected a number above 0 and below 1"):
         tyxe.predictive.quantile(normal, 1)
+    heavy = likelihoods.StudentT(N, scale=0.3, df=4.0).predictive_distribution(torch.zeros(N, 2))
+    with pytest.raises(NotImplementedError, match="no cdf of a StudentT: take quantiles of sampl"):
+        tyxe.predictive.quantile(heavy, 0.5)
 
 
 def test_samples_have_the_mixtures_law():

@@ -119,7 +119,8 @@ def quantile(found: td.Distribution, level: float) -> Tensor:
         level: the probability, between 0 and 1.
 
     Raises:
-        NotImplementedError: PyTorch has no cdf of the distribution, such as of a Student t.
+        NotImplementedError: PyTorch has no cdf of the distribution, such as of a Student t, whose
+            samples have quantiles.
 
     Example:
         >>> quantile(PredictiveMixture([td.Normal(0.0, 1.0), td.Normal(2.0, 1.0)]), 0.5).round()
@@ -143,7 +144,14 @@ def _cdf_of_each(found: Any, value: Tensor) -> Tensor:
         return _cdf_of_each(found.base_dist, value)
     if isinstance(found, td.MultivariateNormal):
         found = td.Normal(found.mean, found.stddev)
-    below: Tensor = found.cdf(value)
+    try:
+        below: Tensor = found.cdf(value)
+    except NotImplementedError as error:
+        kind = type(found).__name__.lstrip("_")
+        raise NotImplementedError(
+            f"PyTorch has no cdf of a {kind}: take quantiles of samples instead, "
+            "predictive.sample((4000,)).quantile(level, 0)"
+        ) from error
     return below
 
 
