@@ -24,12 +24,10 @@ from tyxe.likelihoods import (
 )
 from tyxe.likelihoods.joint import of_part
 from tyxe.likelihoods.reductions import log_mean_exp
-from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
+from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, NUM_NODES, normal_grid, sample_outputs
 from tyxe.util import at_least_float32
 
-# Of a grid of one number.
-NUM_NODES = 201
-MOST_ENDS = 5  # from 8 deviations to 5,000
+MOST_ENDS = 5  # of an integral, from 8 deviations to 5,000
 
 # From a batch of inputs to the outputs' mean, `(n, ...)`, and covariance, `(n, ..., C, C)`.
 Outputs = Callable[[Any], tuple[Tensor, Tensor]]
@@ -85,9 +83,8 @@ class GaussianOutputs(NamedTuple):
         if not self._has_one_number():
             return self.samples(), None
         mean = at_least_float32(self.mean)
-        nodes = torch.linspace(-8, 8, NUM_NODES, device=mean.device, dtype=mean.dtype)
-        outputs = mean + self._scale() * nodes.view(-1, *[1] * mean.dim())
-        return outputs, (-0.5 * nodes.square()).softmax(0)
+        nodes, log_weights = normal_grid(mean)
+        return mean + self._scale() * nodes, log_weights.flatten().exp()
 
     def log_mean(self, log_density: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `log E exp(log_density(f))` for a function from outputs `(n, ...)` to `(n,)`.
@@ -183,6 +180,7 @@ def predict_from_gaussian(
 
     Probabilities of classes and binary labels are computed by the link, numbers and counts in
     closed form or by quadrature over the noise, and any other likelihood by samples of the outputs.
+    For each binary label `"mc"` is an integral over a grid.
 
     Args:
         likelihood: the likelihood whose parameters the outputs are.
