@@ -26,7 +26,7 @@ Link = Callable[[Tensor, Tensor, int], Tensor]
 
 NUM_SAMPLES = 100
 NUM_NODES = 201  # of a grid of one number
-# Numbers drawn or computed at a time, which bounds the memory for large outputs such as one for each pixel.
+# Numbers drawn or computed at a time, which bounds the memory for large outputs, as of pixels.
 CHUNK = 2**22
 # Classes that `log_probit` compares with all others at a time, which bounds its memory.
 AT_A_TIME = 32
