@@ -81,10 +81,7 @@ class SplitConformal(Calibrator):
         if likelihood.has_classes and self.score not in NUMBER_SCORES:
             return likelihood.class_logits(predictions).softmax(-1)
         # The coverage is the same for any scale, also of an inferred count.
-        is_pair = isinstance(predictions, tuple | list)
-        latents = None if is_pair else likelihood.prior_means()
-        own = {"latents": latents} if latents else {}
-        mean, scale = likelihood.mean_and_scale(predictions, **own)
+        mean, scale = likelihood.mean_and_scale(predictions, likelihood.prior_means())
         if self.score != "cqr":
             return mean, scale
         far = scale * NormalDist().inv_cdf((1 + self.level) / 2)
