@@ -104,17 +104,13 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         return f"EnsembleBNN(\n  members: {len(self._bnns)}\n  state: {counted}\n{first}\n)"
 
     @property
-    def _bnns(self) -> list[SupervisedBNN]:
+    def _bnns(self) -> list[SupervisedBNN]:  # type: ignore[override]
         return list(self.members)  # type: ignore[arg-type]
 
     @property
     def likelihood(self) -> Likelihood:  # type: ignore[override]
         """The first member's likelihood."""
         return self._bnns[0].likelihood
-
-    @property
-    def _likelihoods(self) -> list[Likelihood]:  # type: ignore[override]
-        return [member.likelihood for member in self._bnns]
 
     # ------------------------------------------------------------------ fit
 

@@ -48,8 +48,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
         """Return None, because all draws count alike."""
 
     @property
-    def _likelihoods(self) -> list[Likelihood]:  # type: ignore[override]
-        return [self.likelihood]
+    def _bnns(self) -> list[Any]:  # type: ignore[override]
+        return [self]
 
     @as_before()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -169,7 +169,7 @@ class Derived:
     predict: Callable[..., Any]
     sample_predictive: Callable[..., Tensor]
     _weights_of: Callable[[int], Tensor | None]  # of so many draws, None for equal ones
-    _likelihoods: list[Likelihood]  # of as many draws each, one after the other
+    _bnns: list[Any]  # itself, or the members of an ensemble, of as many draws each
 
     def interval(
         self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
@@ -252,7 +252,7 @@ class Derived:
         check_is_one(self.likelihood, instead)
         draws = self.predict(inputs, **{**options, "aggregate": False})
         records = bool(options.get("enable_grad"))
-        each = [likelihood.with_gradients(records) for likelihood in self._likelihoods]
+        each = [bnn.likelihood.with_gradients(records) for bnn in self._bnns]
         weights, likelihood = self._weights_of(len(draws)), each[0]
         if likelihood.has_classes:  # members have cut points of their own
             parts = zip(each, draws.chunk(len(each)), strict=True)

@@ -248,7 +248,7 @@ class Calibrated:
         closed_form = check.flag("closed_form", closed_form)
         how = {"closed_form": True, "link": link} if closed_form else {}
         wanted = {"predictive": "glm", "link": link} if closed_form else {"predictive": "bnn"}
-        for one in getattr(self._plain, "members", [self._plain]):
+        for one in self._plain._bnns:
             own = {"predictive": one._default_predictive, "link": "mc"} | self._options
             given = {name: own[name] for name in wanted}
             if given != wanted:

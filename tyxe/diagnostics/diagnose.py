@@ -16,7 +16,7 @@ from tyxe.diagnostics import held_out as of_predictions
 from tyxe.diagnostics import inference
 from tyxe.diagnostics.convergence import chains
 from tyxe.diagnostics.errors import errors, members
-from tyxe.diagnostics.report import Case, Line, Report, integral_transform, members_of
+from tyxe.diagnostics.report import Case, Line, Report, integral_transform
 from tyxe.rng import RandomStream
 from tyxe.threads import as_before
 from tyxe.util import outside_inference
@@ -101,12 +101,12 @@ def diagnose(
 def _of_members(case: Case) -> list[Line]:
     """Return the lines of a posterior, or of an ensemble's members, of each the worst."""
     found: dict[str, dict[str, Line]] = {}
-    for index, member in enumerate(members_of(case.bnn)):
+    for index, member in enumerate(case.bnn._bnns):
         one = dataclasses.replace(case, bnn=member)
         for look in (*inference.CHECKS, chains):
             for line in look(one):
                 found.setdefault(line.name, {})[f"member {index}"] = line
-    if len(members_of(case.bnn)) == 1:
+    if len(case.bnn._bnns) == 1:
         return [line for lines in found.values() for line in lines.values()]
     return [
         dataclasses.replace(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from tyxe.bnn import EnsembleBNN, VariationalBNN
 from tyxe.data import Picking
 from tyxe.diagnostics.inference import has_spread, slope
-from tyxe.diagnostics.report import Case, Line, above, below, log_likelihoods, members_of
+from tyxe.diagnostics.report import Case, Line, above, below, log_likelihoods
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import Categorical, Censored
 from tyxe.priors import IIDPrior
@@ -83,7 +83,7 @@ def members(case: Case) -> Iterator[Line]:
         f"member {index}": case.mean(
             log_likelihoods(member, case.held_out, **case.options), case.held_out
         )
-        for index, member in enumerate(members_of(case.bnn))
+        for index, member in enumerate(case.bnn._bnns)
     }
     middle = statistics.median(found.values())
     yield Line.of_parts(
@@ -94,7 +94,7 @@ def members(case: Case) -> Iterator[Line]:
         "this member fits worse than the others: fit it again, or leave it out",
     )
     inputs = case.held_out[0][0]
-    each = [tree_leaves(m.predict(inputs, num_predictions=0))[0] for m in members_of(case.bnn)]
+    each = [tree_leaves(m.predict(inputs, num_predictions=0))[0] for m in case.bnn._bnns]
     outputs = torch.stack(each).double()
     if len(outputs) > 1 and len(outputs[0]) > 1:
         apart, wide = outputs.var(0).mean().sqrt(), outputs.mean(0).var(0).mean().sqrt()
@@ -174,7 +174,7 @@ def _plain_fit(case: Case, anew: bool = False) -> VariationalBNN | None:
 
     That is where it takes long, and where a net cannot be initialised anew.
     """
-    bnn = members_of(case.bnn)[0]
+    bnn = case.bnn._bnns[0]
     points = math.ceil(sum(float(case.likelihood.count(targets)) for _, targets in case.to_fit))
     if points * sum(p.numel() for p in bnn.net.parameters()) > CHEAP:
         return None
@@ -208,7 +208,7 @@ def _plain_fit(case: Case, anew: bool = False) -> VariationalBNN | None:
 
 def _underfit(case: Case) -> str:
     """Say what helps a posterior that fits the data less than a plain net does."""
-    bnn, said = members_of(case.bnn)[0], ""
+    bnn, said = case.bnn._bnns[0], ""
     if has_spread(bnn) and (found := slope(dataclasses.replace(case, bnn=bnn), case.beta)):
         share = found.kl / float(bnn.likelihood.dataset_size)
         if case.beta * share > LIGHT:

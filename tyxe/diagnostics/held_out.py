@@ -25,7 +25,6 @@ from tyxe.diagnostics.report import (
     below,
     integral_transform,
     log_likelihoods,
-    members_of,
     mixed,
     spared,
 )
@@ -184,7 +183,7 @@ def batches(case: Case) -> Iterator[Line]:
     """Look for predictions that depend on the batch, and norms with statistics of other weights."""
     bnn, inputs = case.bnn, case.held_out[0][0]
     rows = len(inputs) if isinstance(inputs, Tensor) else 0
-    fewest = max(fewest_rows(member.net, train=False) for member in members_of(bnn))
+    fewest = max(fewest_rows(member.net, train=False) for member in bnn._bnns)
     if rows // 2 >= fewest and not isinstance(bnn, DropoutBNN):
         found = [
             bnn.predict(inputs, num_predictions=0, batch_size=size)
@@ -200,7 +199,7 @@ def batches(case: Case) -> Iterator[Line]:
                 "predictions of a row depend on other rows, as with BatchNorm in train mode or "
                 "without running statistics: give it these, and predict in eval mode",
             )
-    if any(norms_of(member.net) for member in members_of(bnn)):
+    if any(norms_of(member.net) for member in bnn._bnns):
         other = copy.deepcopy(bnn)
         other.update_norm_statistics(case.train)
         before, after = (

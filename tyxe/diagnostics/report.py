@@ -220,7 +220,7 @@ class Case:
     ) -> Case:
         """Read loaders once, onto the BNN's device."""
         device = device_for(bnn)
-        one = members_of(bnn)[0]
+        one = bnn._bnns[0]
         beta = one._runtime.beta if beta is None else beta
         for loader in (train, held_out):
             check_iterable(loader)
@@ -275,11 +275,6 @@ def spared() -> Iterator[None]:
         warnings.simplefilter("ignore", TyxeWarning)
         with local_reparameterization():
             yield
-
-
-def members_of(bnn: Any) -> list[Any]:
-    """Return the members of an ensemble, or the BNN itself."""
-    return list(bnn.members) if isinstance(bnn, EnsembleBNN) else [bnn]
 
 
 def log_likelihoods(bnn: Any, batches: list[Any], **options: Any) -> Tensor:

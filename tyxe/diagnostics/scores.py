@@ -17,7 +17,7 @@ from tyxe.bnn.batches import all_batches
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import Predicted, predicted
 from tyxe.data import Unpack
-from tyxe.diagnostics.report import integral_transform, members_of
+from tyxe.diagnostics.report import integral_transform
 from tyxe.likelihoods import Categorical
 from tyxe.likelihoods.reductions import mean_over
 from tyxe.metrics.checks import average, check_probs, check_real, check_weights
@@ -234,7 +234,7 @@ class Reference:
             )
         arguments = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
         draws = bnn.predict(*arguments, num_predictions=num_predictions, aggregate=False, **options)
-        own = bnn.draw_weights(len(draws)) if isinstance(bnn, EnsembleBNN) else None
+        own = bnn._weights_of(len(draws))
         theirs = self.outputs.to(draws)
         if not isinstance(bnn.likelihood, Categorical):
             return {"wasserstein2": float(wasserstein2(draws, theirs, own))}
@@ -286,7 +286,7 @@ def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Refer
 
 
 def _parameters(bnn: Any) -> dict[str, list[int]]:
-    return {name: list(p.shape) for name, p in members_of(bnn)[0].net.named_parameters()}
+    return {name: list(p.shape) for name, p in bnn._bnns[0].net.named_parameters()}
 
 
 def _listed(parameters: dict[str, list[int]]) -> str:

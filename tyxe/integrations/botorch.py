@@ -48,16 +48,13 @@ class BoTorchBNN(EnsembleModel):
     def __init__(
         self, bnn: Any, num_draws: int = 64, num_outputs: int = 1, seed: int = 0, **options: Any
     ) -> None:
-        if any(isinstance(one, DropoutBNN) for one in getattr(bnn, "members", [bnn])):
+        if any(isinstance(one, DropoutBNN) for one in bnn._bnns):
             raise TypeError(
                 "bnn has dropout, whose masks are other ones for each candidate, so that a sample "
                 "is no function: take an EnsembleBNN, a LaplaceBNN or a VariationalBNN"
             )
-        weights = getattr(bnn, "weights", None)  # of an ensemble's members
         num_draws = check.count("num_draws", num_draws)
-        super().__init__(
-            None if weights is None else (weights / num_draws).repeat_interleave(num_draws)
-        )
+        super().__init__(bnn._weights_of(num_draws * len(bnn._bnns)))
         self._num_outputs = check.count("num_outputs", num_outputs)
         # In a tuple, since BoTorch calls eval() of submodules, and the BNN keeps its mode.
         self._held, self._seed = (bnn,), check.count("seed", seed, least=0)
@@ -70,8 +67,7 @@ class BoTorchBNN(EnsembleModel):
         rows = X.reshape(-1, X.shape[-1]).to(like)
         with torch_rng_kept(self._seed):
             found = bnn.predict(rows, enable_grad=True, **self._options)
-        latents = bnn.likelihood.prior_means()
-        means, _ = bnn.likelihood.mean_and_scale(found, **({"latents": latents} if latents else {}))
+        means, _ = bnn.likelihood.mean_and_scale(found, bnn.likelihood.prior_means())
         shape = (len(means), *X.shape[:-1], self._num_outputs)
         samples: Tensor = means.reshape(shape).movedim(0, -3)
         return samples.to(X)
