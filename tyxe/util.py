@@ -415,6 +415,11 @@ def outside_of_inference(tree: Any) -> Any:
         return tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, tree)
 
 
+def part_of(tensor: Tensor, elements: Tensor | None) -> Tensor:
+    """Return elements of a flattened tensor, as a vector, or the tensor itself for None."""
+    return tensor if elements is None else tensor.take(elements.to(tensor.device))
+
+
 def graph_nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
     """Yield each node once of the graph by which tensors were computed."""
     seen: set[Any] = {None}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tyxe import check
 from tyxe.distributions import Gaussian, JointMarginal
-from tyxe.util import elementwise, site_spellings, std_from_fans, without_events
+from tyxe.util import elementwise, part_of, site_spellings, std_from_fans, without_events
 
 Message = Mapping[str, Any]
 
@@ -194,9 +194,8 @@ class PretrainedInitializer:
                 f"there is no pre-trained value for {name!r}; there are {', '.join(self.values)}"
             )
         outline, value = _outline(site), self.values[known[0]]
-        elements = site.get("infer", {}).get("elements")
-        if elements is not None and value.shape != outline.shape:
-            value = value.take(elements.to(value.device))
+        if value.shape != outline.shape:
+            value = part_of(value, site.get("infer", {}).get("elements"))
         return value.to(outline, copy=True)
 
 

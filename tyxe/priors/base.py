@@ -14,8 +14,8 @@ import torch.distributions as td
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.priors.sites import SitePrior, SitePriors, part_of
-from tyxe.util import SITE_PRIORS, same_support, without_events
+from tyxe.priors.sites import SitePrior, SitePriors
+from tyxe.util import SITE_PRIORS, part_of, same_support, without_events
 
 Place = tuple[nn.Module, str]
 T = TypeVar("T")

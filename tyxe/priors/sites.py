@@ -16,7 +16,7 @@ from tyxe.distributions import Gaussian, JointDistribution, JointMarginal
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.distributions.joint import JointSite
 from tyxe.files import of_bytes
-from tyxe.util import SiteTensors, fan_in_fan_out, layer_weight
+from tyxe.util import SiteTensors, fan_in_fan_out, layer_weight, part_of
 
 SitePrior = td.Distribution | Callable[[], td.Distribution]
 
@@ -194,11 +194,6 @@ class SitePriors(nn.Module):
             }
             values[joint_name] = pyro.sample(joint_name, prior, infer=infer)
         return values
-
-
-def part_of(tensor: Tensor, elements: Tensor | None) -> Tensor:
-    """Return elements of a flattened tensor, as a vector, or the tensor itself for None."""
-    return tensor if elements is None else tensor.take(elements.to(tensor.device))
 
 
 def _joints_of(priors: Mapping[str, SitePrior], prefix: str) -> dict[str, JointDistribution]:

@@ -23,10 +23,10 @@ from tyxe.guides.base import AnyGuide
 from tyxe.linalg import LowRank
 from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior, LayerwiseNormalPrior, Prior
 from tyxe.priors.mapping import SubnetworkPrior
-from tyxe.priors.sites import SitePriors, part_of
+from tyxe.priors.sites import SitePriors
 from tyxe.rng import torch_rng_kept
 from tyxe.testing.asserts import assert_close, assert_raises, check_density
-from tyxe.util import is_discrete, pyro_sample_sites
+from tyxe.util import is_discrete, part_of, pyro_sample_sites
 
 
 def example_net() -> nn.Module:
