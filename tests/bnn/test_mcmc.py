@@ -234,14 +234,14 @@ def test_a_vector_has_the_values_of_its_sites(name):
     torch.testing.assert_close(potential.flatten(values), flat)
 
 
-def test_the_mean_loss_is_the_likelihoods():
+def test_the_loss_is_the_likelihoods():
     bnn, (x, y) = case("inferred scale")
     potential = Potential(bnn, x, y)
     flat = torch.randn(potential.blocks.size, dtype=torch.float64)
     values = potential.unflatten(flat)
     scale = next(v for name, v in values.items() if name.startswith(bnn.likelihood.prefix))
-    expected = -dist.Normal(bnn._run_net(values, x[:4]), scale).log_prob(y[:4]).mean()
-    torch.testing.assert_close(potential.mean_loss(values, x[:4], y[:4]), expected)
+    expected = -dist.Normal(bnn._run_net(values, x[:4]), scale).log_prob(y[:4]).sum()
+    torch.testing.assert_close(potential.loss(values, x[:4], y[:4]), expected)
 
 
 def scaled_prior(name, module, param):

@@ -84,8 +84,8 @@ class Potential:
         values, moved = self.blocks.unflatten(flat), self.transforms
         return {n: moved[n].inv(v) if n in moved else v for n, v in values.items()}
 
-    def mean_loss(self, values: dict[str, Tensor], inputs: Inputs, targets: Any) -> Tensor:
-        """Return the negative log-likelihood of some points at sites' values, in nats per point."""
+    def loss(self, values: dict[str, Tensor], inputs: Inputs, targets: Any) -> Tensor:
+        """Return the negative log-likelihood of some points at sites' values, in nats."""
         latents = {name: values[joint] for name, joint in self._latents.items()}
         predictions = at_least_float32(self.bnn._run_net(values, inputs))
         likelihood = self.bnn.likelihood
@@ -95,17 +95,19 @@ class Potential:
             support: Any = likelihood.predictive_distribution(predictions, latents).support
             given = likelihood.prepare_targets(predictions, targets.values)
             found = found.where(support.check(given).all(), -math.inf)
-        points = torch.as_tensor(likelihood.count(targets))
-        # A batch of which nothing counts says nothing.
-        return -found / points.where(points > 0, torch.ones_like(points))
+        return -found
 
     def estimate(
-        self, flat: Tensor, inputs: Inputs, targets: Tensor, load: float | Tensor = 1.0
+        self, flat: Tensor, inputs: Inputs, targets: Any, load: float | Tensor = 1.0
     ) -> Tensor:
         """Return the potential energy as a mini-batch tells it; for `load` see `MeanWeight`."""
         prior, values = self._prior_energy(flat)
-        points = self.bnn.likelihood.dataset_size / self.temperature
-        return prior + points * load * self.mean_loss(values, inputs, targets)
+        likelihood, targets = self.bnn.likelihood, self.bnn.likelihood.observed(targets)
+        points = torch.as_tensor(likelihood.count(targets))
+        # A batch of which nothing counts says nothing.
+        points = points.where(points > 0, torch.ones_like(points))
+        mean = self.loss(values, inputs, targets) / points
+        return prior + likelihood.dataset_size / self.temperature * load * mean
 
     def look(self, starts: Tensor) -> None:
         """Run the net at two points, to see that what is kept of it is right, see `NetOnBatch`."""

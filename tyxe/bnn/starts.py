@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.bnn.potential import Potential, can_move, exclusive_unvalidated
+from tyxe.bnn.potential import Potential, can_move, exclusive_unvalidated, points_of
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.standin import detached_copies
 from tyxe.bnn.training import progress_bar
@@ -46,14 +46,13 @@ def _trained(
 ) -> Tensor:
     members = _stacked(potential, _reinitialised(potential.bnn, count))
     generator = torch.Generator(members.device).manual_seed(fresh_seed())
-    weight_of = potential.bnn.likelihood.count
-    mean = float(weight_of(targets)) / len(targets)
+    # How much a point weighs on average.
+    weight = points_of(potential.bnn, targets) / len(targets)
 
     def loss(flat: Tensor, rows: Tensor) -> Tensor:
         inputs = tree_map_tensors(lambda x: x[rows], potential.inputs)
-        # How much these points weigh, in units of those of all.
-        load = weight_of(targets[rows]) / (mean * len(rows)) if mean else 1.0
-        return load * potential.mean_loss(potential.unflatten(flat), inputs, targets[rows])
+        total = potential.loss(potential.unflatten(flat), inputs, targets[rows])
+        return total / (weight * len(rows))
 
     epochs = init.train(loss, members, len(targets), generator)
     with progress_bar(range(init.num_epochs), "train members", "epoch", progress) as bar:
