@@ -339,8 +339,9 @@ def is_constant(argument: Any) -> bool:
 def kind_of_batch(inputs: Inputs) -> Any:
     """Return the structure of a batch, and the layout of its tensors, or the types of others."""
     leaves, place = tree_flatten(inputs)
+    # Sparse tensors of some layouts have no strides.
     kinds = (
-        (leaf.shape, leaf.dtype, leaf.device, leaf.stride())
+        (leaf.shape, leaf.dtype, leaf.device, leaf.layout == torch.strided and leaf.stride())
         if isinstance(leaf, Tensor)
         else type(leaf)
         for leaf in leaves

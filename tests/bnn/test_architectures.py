@@ -24,7 +24,10 @@ from tests.oracles.architectures import (
 from tests.oracles.bnns import mean_field
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
-pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning"),
+]
 
 
 def sites_of(bnn):

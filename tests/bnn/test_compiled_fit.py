@@ -173,6 +173,31 @@ def test_what_is_no_program_runs_as_it_is(traced, forward, why):
     assert history.loss == fitted(make)[0].loss
 
 
+def test_steps_of_other_inputs_run_as_they_are(traced):
+    def make():
+        torch.manual_seed(0)
+        return mean_field(NetOf(lambda self, x, k: k * self.one(x), one=mlp(3, 3)), Categorical(24))
+
+    data = [((x, 2.0), y) for x, y in HALVES]
+    with pytest.warns(tyxe.TyxeWarning, match="not all of its inputs are tensors") as caught:
+        history, _ = fitted(make, data, compile=True)
+    assert len(caught) == 1
+    assert history.loss == fitted(make, data)[0].loss
+    assert not traced
+
+
+def test_a_sparse_buffer_is_part_of_a_program(traced):
+    def make():
+        torch.manual_seed(0)
+        net = NetOf(lambda self, x: self.adjacency @ self.one(x), one=mlp(3, 3))
+        net.register_buffer("adjacency", torch.eye(24).roll(1, 0).to_sparse())
+        return mean_field(net, Categorical(24))
+
+    history, expected = (fitted(make, [(X, Y)], compile=how)[0] for how in (True, False))
+    assert history.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert len(traced) == 1
+
+
 def test_members_that_take_turns_run_as_they_are(traced):
     """A program would always train the one that it was traced with."""
     guide = functools.partial(tyxe.guides.AutoInducing, q_inducing="ensemble", **SIZES)

@@ -62,6 +62,19 @@ class Attends(nn.Module):
         return self.head(self.layer(x[:, None].expand(-1, 3, -1)).mean(1))
 
 
+class Listed(nn.Module):
+    """Its parts are in a list as well, and it keeps its latest features."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.layers = [self.one, self.two]
+
+    def forward(self, x):
+        self.latest = self.layers[0](x).tanh()
+        return self.layers[1](self.latest)
+
+
 NETS = {
     "linear": lambda: mlp(4, 8, 3),
     "convolution": lambda: nn.Sequential(
@@ -72,6 +85,7 @@ NETS = {
     ),
     "attention": Attends,
     "tied": lambda: NetOf(lambda self, x: self.one(x) @ self.one.weight, one=nn.Linear(4, 3)),
+    "listed": Listed,
 }
 
 

@@ -103,6 +103,19 @@ class ListOfParameters(nn.Module):
         return hidden * self.named["scale"] + self.named["bias"]
 
 
+class Graph(nn.Module):
+    """Sums over neighbours in a graph, given or its own."""
+
+    def __init__(self, matrix=None):
+        super().__init__()
+        self.register_buffer("matrix", matrix)
+        self.layer, self.head = nn.Linear(2, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x, matrix=None):
+        matrix = self.matrix if matrix is None else matrix
+        return self.head(matrix @ torch.tanh(self.layer(x)))
+
+
 def frozen_backbone():
     net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, CLASSES))
     return net.requires_grad_(False).append(nn.Linear(CLASSES, CLASSES))
@@ -117,6 +130,10 @@ def hooked():
 
 def flat(n=2):
     return torch.randn(N, n)
+
+
+def adjacency():
+    return (torch.rand(N, N) > 0.5).float()
 
 
 def image():
@@ -195,6 +212,9 @@ NETS = {
         flat,
     ),
     "hooks": (hooked, flat),
+    "a sparse buffer": (lambda: Graph(adjacency().to_sparse()), flat),
+    "a sparse input": (Graph, lambda: (flat(), adjacency().to_sparse())),
+    "a sparse input by rows": (Graph, lambda: (flat(), adjacency().to_sparse_csr())),
     "lists and dictionaries of parameters": (ListOfParameters, flat),
 }
 

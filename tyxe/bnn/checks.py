@@ -77,7 +77,7 @@ def check_one_batch(
     sets on the net. Sites that it does not read are looked for.
     """
     trained = [p.detach() for p in bnn.net.parameters() if p.requires_grad]
-    held = [t for t in (*trained, *bnn.net.buffers()) if t.layout == torch.strided]
+    held = [*trained, *bnn.net.buffers()]
     before = [tensor.clone() for tensor in held]
     try:
         with torch_rng_kept(), bnn._predicting():
@@ -112,17 +112,19 @@ def _warn_of_inputs(bnn: SupervisedBNN, inputs: Inputs) -> None:
 
 def are_finite(inputs: Inputs) -> bool:
     """Whether all numbers in the tensors of a batch's inputs are finite."""
-    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     plain = [
         tensor
-        for tensor in tensors
-        if tensor.layout == torch.strided
-        and not tensor.is_nested
-        and (tensor.is_complex() or tensor.is_floating_point())
-        and tensor.element_size() > 1
+        for tensor in _plain_tensors(inputs)
+        if (tensor.is_complex() or tensor.is_floating_point()) and tensor.element_size() > 1
     ]
     # A sum is faster, and may be infinite where no number is.
     return all(bool(t.sum().isfinite()) or bool(t.isfinite().all()) for t in plain)
+
+
+def _plain_tensors(inputs: Inputs) -> list[Tensor]:
+    """Return the tensors of a batch's inputs that are neither sparse nor nested."""
+    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return [t for t in tensors if t.layout == torch.strided and not t.is_nested]
 
 
 def check_exposes(bnn: Any, purpose: str) -> None:
@@ -175,8 +177,8 @@ def columns_of(net: nn.Module, inputs: Inputs) -> list[Tensor]:
             return []
         if not any(part.children()):
             break
-    for leaf in tree_leaves(inputs):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2:
+    for leaf in _plain_tensors(inputs):
+        if not leaf.is_floating_point() or leaf.dim() < 2:
             continue
         x = leaf.detach()[:LOOKED_AT_ROWS].flatten(1)
         x = x[:, :: max(1, x.shape[1] // LOOKED_AT_COLUMNS)].float()

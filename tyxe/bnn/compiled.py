@@ -241,7 +241,7 @@ class CompiledSteps:
     ) -> CompiledStep | None:
         """Return the step of a batch, or None without a program."""
         batch = tree_leaves((inputs, targets))
-        if not self._exist or not all(isinstance(leaf, Tensor) for leaf in batch):
+        if not self._exist:
             return None
         tensors = tensors_of(objective.bnn)
         trained = {name: t for name, t in tensors.items() if t.requires_grad}
@@ -255,6 +255,7 @@ class CompiledSteps:
         key = (kind_of_batch((inputs, targets)), beta if handlers() else None)
 
         def make() -> Program:
+            check_are_tensors(batch)
             program = _program(objective, trained, others, given)
             _compare(program, objective, [*trained.values()], given)
             return program
@@ -280,6 +281,12 @@ class CompiledStep(NamedTuple):
             leaves = self.program.at_leaves(*self.held, *self.batch, self.weight)
         data, kl, points, gradients = self.program.returned(leaves)
         return ElboTerms(data, kl, points, {}), gradients
+
+
+def check_are_tensors(leaves: Iterable[Any]) -> None:
+    """Raise a RuntimeError if a program would take numbers of Python or others, as constants."""
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise RuntimeError("not all of its inputs are tensors")
 
 
 def tensors_of(bnn: Any) -> dict[str, Tensor]:
@@ -409,8 +416,8 @@ def _compare(program: Program, objective: Objective, trained: list[Tensor], give
 
 
 def restore(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Set tensors back to values, those that have changed."""
+    """Set tensors back to values, those that have changed; not sparse ones."""
     for tensor, value in zip(tensors, values, strict=True):
         # A copy of the same numbers would be a new version, and NaN may fill an expanded tensor.
-        if not same_numbers(tensor, value):
+        if tensor.layout == torch.strided and not same_numbers(tensor, value):
             tensor.copy_(value)

@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe.autocast import dtype_of_maps
 from tyxe.bnn.base import BNN
-from tyxe.bnn.compiled import Description, what_changes
+from tyxe.bnn.compiled import Description, check_are_tensors, what_changes
 from tyxe.bnn.passes import unstacked
 from tyxe.bnn.standin import StandIn, modes_of, tensors_of
 from tyxe.data import Picking
 from tyxe.errors import warn
 from tyxe.predictive.forwards import MOST_GIVEN, are_alike, has_hooks
 from tyxe.program import Program, Programs, check_equal, has_graphs, reason_of
-from tyxe.rng import torch_rng_kept
+from tyxe.rng import torch_rng, torch_rng_kept
 from tyxe.threads import exclusive
 from tyxe.util import SITE_PRIORS, Inputs, at_each, kind_of_batch
 
@@ -86,7 +86,8 @@ class TracedNet:
         bnn, runtime = self._bnn, self._bnn._runtime
         # Of a stand-in, which has the modes of a prediction, and looks at what has come to the
         # parts. Priors are of no effect.
-        net = StandIn(bnn.net, bnn._outline, {}, modes_of(bnn)).net
+        stand_in = StandIn(bnn.net, bnn._outline, {}, modes_of(bnn))  # whose parts go with it
+        net = stand_in.net
         changes = bnn._outline.version, has_hooks(bnn.net, Picking)
         net.__dict__.pop(SITE_PRIORS, None)
         now = Description({id(t) for t in (*net.parameters(), *net.buffers())})(net)
@@ -103,8 +104,7 @@ class TracedNet:
         net, given = self._bnn.net, (values, self._others, self._inputs)
         if has_hooks(net, Picking):
             raise RuntimeError("its hooks would not run")
-        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(self._inputs)):
-            raise RuntimeError("not all of its inputs are tensors")
+        check_are_tensors(tree_leaves(self._inputs))
         with torch_rng_kept():
             expected = self._expected(values)
             # Attention is among the operations that may draw, and does not without dropout.
@@ -125,8 +125,10 @@ class TracedNet:
         forward = partial(stand_in.call_apart, self._inputs)
         if reason := what_changes(stand_in.net, forward, self._others):
             raise RuntimeError(reason)
-        outputs = [self._bnn._run_net(draw, self._inputs) for draw in draws]
-        if stand_in.is_random:
+        # Apart, since the net would be another in the next prediction for what it keeps of this.
+        numbers = torch_rng()
+        outputs = [self._bnn._stand_in(draw).call_apart(self._inputs) for draw in draws]
+        if not all(map(torch.equal, numbers, torch_rng())):
             raise RuntimeError("its forward draws random numbers")
         if versions != [t._version for t in self._others]:
             raise RuntimeError("its forward writes into buffers")
