@@ -290,6 +290,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
         if gaussian is None:
             return distribution_at_draws(likelihood, at_least_float32(found), latents)
         mean, covariance = found
+        if not count:
+            return distribution_at_draws(likelihood, at_least_float32(mean[None]), options.latents)
         return gaussian_distribution(likelihood, GaussianOutputs(mean, covariance, options))
 
     @as_before()

@@ -301,8 +301,6 @@ def _by_link(likelihood: Likelihood, outputs: GaussianOutputs) -> Any:
 @gaussian_distribution.register
 def _(likelihood: HomoskedasticGaussian, outputs: GaussianOutputs) -> Any:
     mean, covariance = at_least_float32((outputs.mean, outputs.covariance))
-    if not outputs.options.num_samples:
-        covariance = torch.zeros_like(covariance)
     noises, covariance = noises_of(likelihood, outputs), semi_definite(covariance)
     return mixture([over_points(normal_of_numbers(mean, covariance, one)) for one in noises])
 
@@ -339,9 +337,7 @@ NUM_HERMITE = 64
 
 
 def _nodes(size: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return nodes `(K, size)` of mean 0 and covariance I, and their weights; at 0 for no draws."""
-    if not count:
-        return torch.zeros(1, size, device="cpu"), torch.ones(1, device="cpu")
+    """Return nodes `(K, size)` of mean 0 and covariance I, and their weights."""
     if size == 1:  # Golub & Welsch (1969)
         off = torch.arange(1, NUM_HERMITE, dtype=torch.float64, device="cpu").sqrt()
         nodes, vectors = torch.linalg.eigh(off.diag(1) + off.diag(-1))
@@ -374,15 +370,13 @@ def _given_scales(
     mean, size = at_least_float32(outputs.mean), outputs.mean.shape[-1] // 2
     slope, root, left = _tied(outputs)
     nodes, weights = (each.to(root) for each in _nodes(size, outputs.options.num_samples))
-    if not outputs.options.num_samples:
-        left = torch.zeros_like(left)
     moved = (torch.cat([slope, root], -2) @ nodes.mT).movedim(-1, 0)
     loc, noise = likelihood._split(mean + moved.to(mean))
     return loc, left.to(mean), noise, weights.to(mean)
 
 
 def _has_one_scale(outputs: GaussianOutputs) -> bool:
-    return outputs.mean.shape[-1] == 2 and bool(outputs.options.num_samples)
+    return outputs.mean.shape[-1] == 2
 
 
 def _density_over_scales(

@@ -75,6 +75,8 @@ def gaussian_scores(
     The log-likelihood is that of the mixture over outputs; for classes by the links `"probit"` and
     `"bridge"`, that of the probabilities which they approximate.
     """
+    if not options.num_samples:  # a prediction at the mean
+        return mixture_scores(likelihood, mean[None], options.latents_of(1), targets)
     if not len(targets):
         return _of_none(likelihood, targets, mean.new_zeros(()))
     likelihood.check_targets(mean, targets)
@@ -174,8 +176,6 @@ def _given_numbers(
     It comes with the outputs given the targets of these parts, and the mask of all other targets.
     """
     mean, covariance, options = precise(outputs.mean), precise(outputs.covariance), outputs.options
-    if not options.num_samples:
-        covariance = torch.zeros_like(covariance)
     residual, kept, noise = torch.zeros_like(mean), torch.zeros_like(mean), torch.ones_like(mean)
     is_other, place = [], 0
     for name, loc in likelihood.outputs_of(mean).items():
@@ -245,8 +245,6 @@ def _(
     prediction: Any,
 ) -> Tensor:
     mean, covariance = at_least_float32((outputs.mean, outputs.covariance))
-    if not outputs.options.num_samples:
-        covariance = torch.zeros_like(covariance)
     draws = noises_of(likelihood, outputs)
     logs = log_normals(likelihood, targets, [mean] * len(draws), covariance, draws)
     return log_mean_exp(logs.view(*logs.shape[:2], -1).sum(-1), 0).to(mean.dtype)
@@ -316,5 +314,4 @@ def relative_root(covariance: Tensor, scale: Tensor) -> Tensor:
 
 def needs_samples(outputs: GaussianOutputs) -> bool:
     """Whether binary labels of a point are tied, so that a product of marginals is not theirs."""
-    tied = outputs.covariance.shape[-1] > 1 and outputs.options.link == "mc"
-    return tied and bool(outputs.options.num_samples)
+    return outputs.covariance.shape[-1] > 1 and outputs.options.link == "mc"

@@ -70,9 +70,7 @@ class GaussianOutputs(NamedTuple):
     options: LinkOptions
 
     def samples(self) -> Tensor:
-        """Return samples of the outputs, `(S, n, ...)`; without any to draw, the mean alone."""
-        if not self.options.num_samples:
-            return self.mean[None]
+        """Return samples of the outputs, `(S, n, ...)`."""
         return sample_outputs(self.mean, self.covariance, self.options.num_samples)
 
     def nodes(self) -> tuple[Tensor, Tensor | None]:
@@ -102,8 +100,7 @@ class GaussianOutputs(NamedTuple):
         return log_mean_over_normal(at, mean.flatten())
 
     def _has_one_number(self) -> bool:
-        is_one = self.mean.numel() == len(self.mean) and not self.options.latents
-        return is_one and bool(self.options.num_samples)
+        return self.mean.numel() == len(self.mean) and not self.options.latents
 
     def _scale(self) -> Tensor:
         return self.variance().to(at_least_float32(self.mean)).clamp_min(0).sqrt()
@@ -206,20 +203,16 @@ def predict_from_gaussian(
     check.shape("mean", mean, ("n", *mean.shape[1:]))
     sizes = (*mean.shape[:-1], *mean.shape[-1:] * 2) if mean.dim() > 1 else (len(mean), 1, 1)
     check.shape("covariance", covariance, sizes, ", of the outputs of each point")
-    outputs = GaussianOutputs(mean, covariance, LinkOptions(link, num_samples, latents or {}))
-    if num_samples:
-        check_unbounded(likelihood)
-    predict = gaussian_prediction if num_samples else _averaged
-    return predict(likelihood, outputs)
+    options = LinkOptions(link, num_samples, latents or {})
+    if not num_samples:
+        return likelihood.aggregate_predictions(mean[None], 0, options.latents_of(1))
+    check_unbounded(likelihood)
+    return gaussian_prediction(likelihood, GaussianOutputs(mean, covariance, options))
 
 
 @singledispatch
 def gaussian_prediction(likelihood: Likelihood, outputs: GaussianOutputs) -> Any:
     """Compute `predict_from_gaussian`; register a likelihood that has a closed form here."""
-    return _averaged(likelihood, outputs)
-
-
-def _averaged(likelihood: Likelihood, outputs: GaussianOutputs) -> Any:
     samples = outputs.samples()
     return likelihood.aggregate_predictions(samples, 0, outputs.options.latents_of(len(samples)))
 
