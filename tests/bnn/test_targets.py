@@ -292,6 +292,17 @@ def test_probabilities_are_a_part_of_a_joint():
     assert drawn["s"].shape == (4, N, 1)
 
 
+@pytest.mark.parametrize("weights", [None, [0.8, 0.2]])
+def test_probabilities_are_a_part_of_a_joint_in_ensembles(weights):
+    x, q = torch.randn(N, 2), torch.randn(N, 3).softmax(-1)
+    data = [(x, {"k": q, "s": torch.randn(N, 1)})]
+    ensemble = tyxe.EnsembleBNN(lambda seed: plain(Two(seed), joint()), 2, weights=weights)
+    ensemble.fit(data, torch.optim.Adam, 1, progress=False)
+    found = ensemble.evaluate(data, reduction="none")[1]
+    right = (q * ensemble.predict(x)["k"].log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(found["k"], right)
+
+
 def test_numbers_of_a_censored_part_are_drawn():
     x, numbers = torch.randn(N, 2), censored_targets(torch.randn(N, 1))
     bnn = plain(Two(), Joint(k=Categorical(N), s=Censored(noise())))

@@ -23,7 +23,6 @@ from tyxe.bnn.scoring import Derived, check_evaluation, evaluated
 from tyxe.data import Unpack, UnpackedList, concatenated
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
-from tyxe.likelihoods.discrete import are_shares
 from tyxe.predictive.distributions import mixture
 from tyxe.predictive.ensemble import Mixture, mixed
 from tyxe.priors import Prior
@@ -326,11 +325,9 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             if predictions[0] is None:  # all points are masked
                 return found[0][:2]
             prediction = mixed(self.likelihood, predictions, self.weights)
-            errors = self.likelihood.errors(prediction, kept)
-            if are_shares(self.likelihood, kept):
-                return errors, self.likelihood.log_likelihood(prediction, kept)
-            logs = torch.stack([scores.log_likelihood for scores in found], -1)
-            return errors, (logs + self._shares().to(logs).log()).logsumexp(-1)
+            logs = torch.stack([scores.log_likelihood for scores in found])
+            together = self.likelihood._of_mixture(logs, prediction, kept, self.weights)
+            return self.likelihood.errors(prediction, kept), together
 
         how = reduction, batch_size, unpack, process_group
         return evaluated(self, score, input_data, y, *how)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from tyxe import check
 from tyxe.data import Targets, masked_targets, read_targets, trailing
 from tyxe.likelihoods import checks
-from tyxe.likelihoods.reductions import mean_of, reduce_points
+from tyxe.likelihoods.reductions import log_mean_exp, mean_of, reduce_points
 from tyxe.poutine.selective import masked_within
 from tyxe.rng import torch_rng_kept
 from tyxe.threads import exclusive
@@ -420,7 +419,13 @@ class Likelihood(nn.Module, ABC):
         for s, one in enumerate(predictions):
             own = latents and {name: values[s] for name, values in latents.items()}
             each.append(self.log_likelihood(one, targets, "none", own))
-        return torch.stack(each).logsumexp(0) - math.log(len(each))
+        return log_mean_exp(torch.stack(each), 0)
+
+    def _of_mixture(
+        self, logs: Tensor, prediction: Predictions, targets: Targets, weights: Tensor | None
+    ) -> Tensor:
+        """Return `(n,)` of a mixture from those of its components, `(K, n)`, and its prediction."""
+        return log_mean_exp(logs, 0, weights)
 
     def error(
         self, predictions: Predictions, targets: Tensor | Targets, reduction: str = "none"

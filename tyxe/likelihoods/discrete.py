@@ -173,18 +173,25 @@ class Categorical(Likelihood):
         self, predictions: Tensor, targets: Tensor | Targets, latents: Latents = None
     ) -> Tensor:
         found = self._read(targets)
-        if not are_shares(self, found):
+        if not _are_shares(found.values):
             return super().mixture_log_likelihood(predictions, found, latents)
-        # The mean over labels of the log of the mixture's probability: the score of the prediction.
         combined = self.aggregate_predictions(at_least_float32(predictions))
         return self.log_likelihood(combined, found)
 
+    def _of_mixture(
+        self, logs: Tensor, prediction: Tensor, targets: Targets, weights: Tensor | None
+    ) -> Tensor:
+        if _are_shares(targets.values):
+            return self.log_likelihood(prediction, targets)
+        return super()._of_mixture(logs, prediction, targets, weights)
 
-def are_shares(likelihood: Likelihood, targets: Targets) -> bool:
-    """Whether targets are probabilities of classes, for one label of each point."""
-    values = targets.values
-    is_soft = isinstance(likelihood, Categorical) and values.is_floating_point()
-    return is_soft and values[..., 0].numel() == len(values)
+
+def _are_shares(targets: Tensor) -> bool:
+    """Whether targets are probabilities of classes, for one label of each point.
+
+    Then a mixture is scored by its prediction: the mean over labels of the log of its probability.
+    """
+    return targets.is_floating_point() and targets[..., 0].numel() == len(targets)
 
 
 class LogitCategorical(dist.Categorical):

@@ -17,7 +17,7 @@ from tyxe.check import described
 from tyxe.data import Targets, filled, read_targets, trailing
 from tyxe.likelihoods.base import Latents, Likelihood
 from tyxe.likelihoods.output_hessian import hessian_blocks, output_hessian
-from tyxe.likelihoods.reductions import reduce_points
+from tyxe.likelihoods.reductions import log_mean_exp, reduce_points
 from tyxe.poutine.selective import masked_within
 from tyxe.util import at_least_float32, is_real
 
@@ -278,6 +278,17 @@ class Joint(Likelihood):
             predictions, targets, latents, lambda p, f, y, own: p.mixture_log_likelihood(f, y, own)
         )
         return torch.stack([*each, super().mixture_log_likelihood(predictions, targets, latents)])
+
+    def _of_mixture(
+        self, logs: Tensor, prediction: Any, targets: Targets, weights: Tensor | None
+    ) -> Tensor:
+        rows = iter(logs.unbind(1))
+
+        def one(part: Likelihood, f: Any, own: Targets, _: Latents) -> Tensor:
+            return part._of_mixture(next(rows), f, own, weights)
+
+        each = self._each(prediction, targets, None, one)
+        return torch.stack([*each, log_mean_exp(next(rows), 0, weights)])
 
     def named(self, scores: Tensor, dim: int) -> Any:
         return dict(zip((*self.parts, "joint"), scores.unbind(dim), strict=False))
