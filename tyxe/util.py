@@ -224,6 +224,11 @@ def std_from_fans(method: str, fan_in: float, fan_out: float, nonlinearity: str 
 # --------------------------------------------------------------------------- nets and inputs
 
 
+def named_tensors(net: nn.Module) -> dict[str, Tensor]:
+    """Return a net's parameters and buffers by name."""
+    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
+
+
 def reset_parameters_(net: nn.Module, names: Iterable[str] | None = None) -> nn.Module:
     """Reset a net in place: call `reset_parameters()` of every module that has it.
 

@@ -34,14 +34,10 @@ from tyxe.priors import Prior
 from tyxe.priors.base import parameters_of
 from tyxe.priors.sites import SitePriors
 from tyxe.threads import as_before, exclusive, handlers
-from tyxe.util import NET, SITE_PRIORS, Inputs, aligned, outside_inference
+from tyxe.util import NET, SITE_PRIORS, Inputs, aligned, named_tensors, outside_inference
 
 # Draws of weights in a prediction that is not told how many.
 DEFAULT_DRAWS = 32
-
-
-def _tensors_of(net: nn.Module) -> dict[str, Tensor]:
-    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
 
 
 def _check_prior(prior: Any) -> None:
@@ -353,10 +349,10 @@ class BNN(Saved, nn.Module):
     def _nets_at(self, draws: Iterable[tuple[Mapping[str, Tensor], Statistics]]) -> list[nn.Module]:
         """Return a plain copy of the net for each draw; all of them share the other tensors."""
         sites = {id(own) for own in self._in_places().values()}
-        own = {n: t for n, t in _tensors_of(self.net).items() if id(t) not in sites}
+        own = {n: t for n, t in named_tensors(self.net).items() if id(t) not in sites}
         nets: list[nn.Module] = []
         for values, statistics in draws:
-            first = _tensors_of(nets[0]) if nets else {}
+            first = named_tensors(nets[0]) if nets else {}
             shared = {id(own[name]): tensor for name, tensor in first.items() if name in own}
             nets.append(self._net_at(values, statistics, shared))
         return nets

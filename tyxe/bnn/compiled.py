@@ -24,7 +24,7 @@ from tyxe.poutine.draw import draws_are_lazy
 from tyxe.program import Program, Programs, check_equal, dense, has_programs, is_dense
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import handlers, unvalidated
-from tyxe.util import Inputs, kind_of_batch, same_numbers
+from tyxe.util import Inputs, kind_of_batch, named_tensors, same_numbers
 
 _PLAIN = (
     type(None),
@@ -291,9 +291,8 @@ def check_are_tensors(leaves: Iterable[Any]) -> None:
 
 def tensors_of(bnn: Any) -> dict[str, Tensor]:
     """Return parameters and buffers, but not the values in whose places draws are put."""
-    named = {**dict(bnn.named_parameters()), **dict(bnn.named_buffers())}
     sites = bnn._replaced()
-    return {name: t for name, t in named.items() if id(t) not in sites}
+    return {name: t for name, t in named_tensors(bnn).items() if id(t) not in sites}
 
 
 class ObjectiveFunction:

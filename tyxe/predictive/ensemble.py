@@ -26,7 +26,7 @@ from tyxe.likelihoods.base import Predictions
 from tyxe.linalg import Operator
 from tyxe.predictive.forwards import OnePass
 from tyxe.predictive.gaussian import LinkOptions, predict_from_gaussian
-from tyxe.util import at_each, at_least_float32
+from tyxe.util import at_each, at_least_float32, named_tensors
 
 # Those whose predictions have no samples, with a link that does not draw.
 PREDICTED = (Categorical, Bernoulli, HomoskedasticGaussian, StudentT, Poisson, NegativeBinomial)
@@ -212,17 +212,13 @@ class Ensemble(nn.Module):
         return at_each(one, draws)
 
 
-def _tensors_of(net: nn.Module) -> dict[str, Tensor]:
-    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
-
-
 def _differing(nets: Iterable[nn.Module]) -> list[str]:
     """Return the names of what nets do not share, or none where one pass would not pay.
 
     It pays where most is shared, and the rest are linear maps.
     """
     members = [*nets]
-    first, *others = map(_tensors_of, members)
+    first, *others = map(named_tensors, members)
     parameters = dict(members[0].named_parameters())
     differing = [n for n, one in first.items() if any(own[n] is not one for own in others)]
     is_linear = all(n in parameters and first[n].dim() <= 2 for n in differing)
