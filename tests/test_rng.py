@@ -84,6 +84,16 @@ def test_a_stream_has_numbers_of_its_own():
     assert all(map(torch.equal, before, tyxe.rng.torch_rng()))
 
 
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.poisson, torch._standard_gamma])
+def test_a_stream_inside_another_decides_the_numbers(draw):
+    rates = torch.ones(4)
+    drawn = []
+    for outer in (1, 2):
+        with tyxe.rng.RandomStream(outer), tyxe.rng.RandomStream(3):
+            drawn.append(draw(rates))
+    assert torch.equal(*drawn)
+
+
 def test_a_stream_without_a_seed_starts_where_the_generators_are():
     torch.manual_seed(0)
     stream = tyxe.rng.RandomStream()

@@ -173,7 +173,9 @@ class RandomStream(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        # Some operators take the generator by position, as from a stream inside this one.
+        has_own = any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
+        if torch.Tag.nondeterministic_seeded in func.tags and not has_own:
             named = _taking_generator(func)
             if named is not None:
                 kwargs = {**kwargs, "generator": self._of(_device_of(args, kwargs))}
