@@ -125,6 +125,26 @@ def test_the_contract_finds_distributions_that_are_not_those_of_draws(distributi
         check_guide(functools.partial(Own, distribution=distribution))
 
 
+def heavy_tails(loc, scale):
+    return dist.StudentT(3 + 10 * scale, loc, scale)
+
+
+def beta(loc, scale):
+    q = dist.Beta(2 + 10 * scale, 1 + loc.exp())
+    return dist.TransformedDistribution(q, [td.AffineTransform(-1.0, 2.0)])
+
+
+def without_gradient(loc, scale):
+    return dist.StudentT(3 + 10 * scale.detach(), loc, scale)
+
+
+def test_gradients_through_samplers_that_reject_are_checked():
+    check_guide(functools.partial(Own, distribution=heavy_tails))
+    check_guide(functools.partial(Own, distribution=beta))
+    with pytest.raises(AssertionError, match="the gradient of a draw is not"):
+        check_guide(functools.partial(Own, distribution=without_gradient))
+
+
 class Modes(OneEvent):
     """Normals that are far apart."""
 
