@@ -1,5 +1,6 @@
 """tyxe.calibration: known temperatures, coverage by simulation, wrapped BNNs, files, bad input."""
 
+import copy
 import functools
 import math
 
@@ -269,6 +270,15 @@ def test_unpacked_batches_and_wrong_kinds():
             SplitConformal().wrap(bnn(likelihood, 1), [(x, x[:, :1])])
     logits = (torch.nn.functional.one_hot(y, 3) + torch.randn(60, 3)).requires_grad_()
     assert TemperatureScaling().fit(logits, y).temperature > 0
+
+
+def test_counts_may_be_integers():
+    x, y = torch.randn(40, 3), torch.arange(40)[:, None] % 5
+    poisson = bnn(tyxe.likelihoods.Poisson(40), 1)
+    for calibrator in (ScaleFactor(), SplitConformal(level=0.9)):
+        fitted = copy.deepcopy(calibrator).wrap(poisson, [(x, y)], num_predictions=0)
+        same = calibrator.wrap(poisson, [(x, y.float())], num_predictions=0)
+        assert vars(fitted.calibrator) == vars(same.calibrator)
 
 
 # --- bad input ------------------------------------------------------------------------

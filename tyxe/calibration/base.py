@@ -390,12 +390,13 @@ def check_pair(values: Any) -> tuple[Tensor, Tensor]:
 def check_numbers(values: Any, y: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a pair as `check_pair` does, targets, and how often each number counts, or raise.
 
-    Targets that are NaN are missing, and do not count.
+    Targets that are NaN are missing, and do not count. Counts may be integers.
     """
     (first, second), found = check_pair(values), _targets(y)
+    found = replace(found, values=found.values.double())
     missing = found.values.isnan()
     found = found.masked(~missing) if missing.any() else found
     _, targets, _ = check_regression(first, found.filled().values.to(first.device))
     counts = found.counts_within()
     each = torch.ones_like(first) if counts is None else counts.to(first)
-    return first, second, targets.double(), each
+    return first, second, targets, each

@@ -400,7 +400,8 @@ class LinearMapMessenger(Messenger):
             )
         elif had_no_effect:
             warn(
-                f"{name} had no effect: no site met inside it has a posterior that factorises "
-                "(a guide such as tyxe.guides.AutoNormal has one) and enters a linear map",
+                f"{name} had no effect: no site met inside it has a posterior that it treats "
+                "(tyxe.guides.AutoNormal has one; for a distribution of your own, register "
+                "tyxe.distributions.independent_moments or center) and enters a linear map",
             )
         return result
