@@ -17,6 +17,7 @@ from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_num_epochs, warn_of_size
 from tyxe.bnn.laplace_posterior import LaplacePosterior
 from tyxe.bnn.runtime import fitting
+from tyxe.bnn.scoring import together
 from tyxe.bnn.trained import TrainedBNN
 from tyxe.bnn.training import FitOptions, progress_bar
 from tyxe.curvature import Curvature, CurvatureProducts, collect_curvature
@@ -357,9 +358,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
                 bnn = self._under(self.state.replace(prior=search.with_numbers(self.state, number)))
                 data = batches_of(batches, device)
                 found = (bnn.evaluate(x, y, predictive=predictive)[1] for x, y in data)
-                return sum(
-                    float(each["joint"] if isinstance(each, Mapping) else each) for each in found
-                )
+                return sum(float(together(each)) for each in found)
             except NotPositiveDefiniteError:
                 return -math.inf  # the precision is below the curvature's rounding
 

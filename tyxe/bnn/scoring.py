@@ -6,7 +6,7 @@ All that compares predictions with their targets gets them from `predicted`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -70,6 +70,12 @@ def evaluated(
 def rows_of(values: Tensor, rows: Tensor | None, dim: int) -> Tensor:
     """Return some rows of a tensor along a dimension, or all."""
     return values if rows is None else values.index_select(dim, rows.to(values.device))
+
+
+def together(scores: Any) -> Tensor:
+    """Return the scores of all parts of a `Joint` together, or those of another likelihood."""
+    found: Tensor = scores["joint"] if isinstance(scores, Mapping) else scores
+    return found
 
 
 class Predicted(NamedTuple):

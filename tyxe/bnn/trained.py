@@ -28,7 +28,7 @@ from tyxe.bnn.checks import are_finite, check_beta, check_one_batch, refuse_nonf
 from tyxe.bnn.elbo import ElboTerms, MeanWeight, Objective
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting, prior_fixed
-from tyxe.bnn.scoring import reduced, rows_of
+from tyxe.bnn.scoring import reduced, rows_of, together
 from tyxe.bnn.training import FitOptions, Trainer, statistics_kept, statistics_of
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
@@ -124,7 +124,7 @@ def held_out_sums(bnn: Any, loader: Iterable[Any], device: Any) -> tuple[float, 
     for inputs, targets in batches_of(bnn._to_evaluate(loader), device):
         with RandomStream(seed=0):
             found = bnn.evaluate(inputs, targets, draws)[1]
-        total += float(found if isinstance(found, Tensor) else found["joint"])
+        total += float(together(found))
         points += float(bnn.likelihood.count(targets))
     return total, points
 

@@ -113,15 +113,11 @@ def _name(case: Case) -> str:
     return "RMSE" if case.likelihood.has_squared_errors else "error"
 
 
-def _is_of_classes(case: Case) -> bool:
-    return bool(case.likelihood.has_classes)
-
-
 def _beside(
     case: Case, what: str, found: float, other: float | None, remedy: Callable[[], str]
 ) -> Line:
     assert other is not None
-    if _is_of_classes(case):
+    if case.likelihood.has_classes:
         variances = found * (1 - found) + other * (1 - other)
         chance = 2 * math.sqrt(variances / _num_targets(case))
         limit = max(chance, 0.02)

@@ -18,10 +18,11 @@ from torch import Tensor
 from tyxe import plotting
 from tyxe.bnn import EnsembleBNN
 from tyxe.bnn.batches import all_batches, check_iterable, copied, device_for
-from tyxe.bnn.scoring import Predicted, predicted, weights_of
+from tyxe.bnn.scoring import Predicted, predicted, together, weights_of
 from tyxe.data import Unpack
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import Likelihood, StudentT
+from tyxe.likelihoods.reductions import log_mean_exp
 from tyxe.metrics import gaussian_pit
 from tyxe.plotting.axes import pyplot
 from tyxe.poutine import local_reparameterization
@@ -282,13 +283,12 @@ def log_likelihoods(bnn: Any, batches: list[Any], **options: Any) -> Tensor:
     if not isinstance(bnn, EnsembleBNN):
         options["aggregate"] = False
     _, found = bnn.evaluate(batches, reduction="none", **options)
-    together: Tensor = found["joint"] if isinstance(found, dict) else found
-    return together.double()
+    return together(found).double()
 
 
 def mixed(logs: Tensor) -> Tensor:
     """Return the log-likelihoods of points under the mixture over draws."""
-    return logs.logsumexp(0) - math.log(len(logs)) if logs.dim() == 2 else logs
+    return log_mean_exp(logs, 0) if logs.dim() == 2 else logs
 
 
 def integral_transform(judged: Predicted) -> tuple[Tensor, Tensor | None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn import Trainable
+from tyxe.bnn.scoring import together
 from tyxe.data import Unpack
 
 IGNORED = -100
@@ -87,9 +88,8 @@ class TrainerBNN(Trainable):
             inputs = self.unpack(batch) if self.unpack else batch
             return {"logits": self.bnn.predict([inputs], num_predictions=self._num_predictions)}
         predictions, _, found, weights = self.score_batch(batch, "sum")
-        if isinstance(found, Mapping):
-            found, weights = found["joint"], weights["joint"]
-        return {"loss": -found / (float(weights.sum()) or 1.0), "logits": predictions}
+        points = float(together(weights).sum()) or 1.0
+        return {"loss": -together(found) / points, "logits": predictions}
 
 
 def _without_sharing(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
