@@ -283,7 +283,7 @@ class MCMC_BNN(SamplePosterior):
         self._chains = None
         # Of a shallow copy, since a run that holds what holds it would not go with it.
         potential = Potential(copy.copy(self), *data, kernel.temperature)
-        starts = starts_of(potential, init, num_chains, data[1], progress)
+        starts = starts_of(potential, init, num_chains, progress)
         estimates = None if batches is None else BatchPotential(potential, starts, *batches)
         if (short := kernel.check(num_warmup)) is not None:
             warn(short)
@@ -337,7 +337,7 @@ class MCMC_BNN(SamplePosterior):
         with fitting(self, train=False):
             check_one_batch(self, self.net_prior, *data)
             potential = Potential(self, *data)
-            found = starts_of(potential, init, num_chains, data[1], progress)
+            found = starts_of(potential, init, num_chains, progress)
         return potential.unflatten(found)
 
     def _fit_by_pyro(

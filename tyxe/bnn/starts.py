@@ -22,14 +22,14 @@ from tyxe.util import reset_parameters_, tree_map_tensors
 
 
 def starts_of(
-    potential: Potential, init: Any, num_chains: int | None, targets: Tensor, progress: bool | None
+    potential: Potential, init: Any, num_chains: int | None, progress: bool | None
 ) -> Tensor:
     """Return the chains' starts, unconstrained, `(chains, d)`, see `MCMC_BNN.starts`."""
     if isinstance(init, Mapping):
         return _given(potential, init, num_chains)
     count = 4 if num_chains is None else num_chains
     if isinstance(init, WarmStart):
-        return _trained(potential, init, count, targets, progress)
+        return _trained(potential, init, count, progress)
     if isinstance(init, SupervisedBNN):
         return _stacked(potential, init._draws(count))
     hint = (
@@ -41,18 +41,16 @@ def starts_of(
     return _stacked(potential, (_from_prior(potential) for _ in range(count)))
 
 
-def _trained(
-    potential: Potential, init: WarmStart, count: int, targets: Tensor, progress: bool | None
-) -> Tensor:
+def _trained(potential: Potential, init: WarmStart, count: int, progress: bool | None) -> Tensor:
+    inputs, targets = potential.inputs, potential.targets
     members = _stacked(potential, _reinitialised(potential.bnn, count))
     generator = torch.Generator(members.device).manual_seed(fresh_seed())
     # How much a point weighs on average.
     weight = points_of(potential.bnn, targets) / len(targets)
 
     def loss(flat: Tensor, rows: Tensor) -> Tensor:
-        inputs = tree_map_tensors(lambda x: x[rows], potential.inputs)
-        total = potential.loss(potential.unflatten(flat), inputs, targets[rows])
-        return total / (weight * len(rows))
+        batch = tree_map_tensors(lambda x: x[rows], inputs), targets[rows]
+        return potential.loss(potential.unflatten(flat), *batch) / (weight * len(rows))
 
     epochs = init.train(loss, members, len(targets), generator)
     with progress_bar(range(init.num_epochs), "train members", "epoch", progress) as bar:
