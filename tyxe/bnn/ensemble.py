@@ -269,7 +269,8 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             num_samples: number of samples, spread over the members by their weights.
         """
         num_samples = check.count("num_samples", num_samples)
-        shares = self._shares().cumsum(0)[:-1]
+        equal = torch.full([len(self.members)], 1 / len(self.members), device="cpu")
+        shares = (equal if self.weights is None else self.weights).cumsum(0)[:-1]
         # From a place of chance, so that few samples are of every member at times.
         place = torch.rand((), device="cpu") if len(shares) else 0.0
         ends = [0, *(num_samples * shares + place).long().tolist(), num_samples]
@@ -344,12 +345,6 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         return self.weights.repeat_interleave(each) / each
 
     _weights_of = draw_weights
-
-    def _shares(self) -> Tensor:
-        count = len(self.members)
-        return (
-            torch.full([count], 1 / count, device="cpu") if self.weights is None else self.weights
-        )
 
     @property
     def _averages_norms(self) -> bool:

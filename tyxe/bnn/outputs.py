@@ -273,9 +273,10 @@ class PosteriorBNN(BNN):
         compile: bool = False,
     ) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
         """Return `_stacked_outputs` or `_linearized_outputs`: one function of the inputs a draw."""
+        predictive = self._default_predictive if predictive is None else predictive
         if self._gaussian(predictive, 1, "mc") is None:
             return partial(self._stacked_outputs, vectorize=vectorize, compile=compile)
-        if (predictive or self._default_predictive) != "glm":
+        if predictive != "glm":
             raise ValueError(
                 f"predictive is {described(predictive)}, which has the outputs of each point alone:"
                 " draws that are joint are those of weights, by predictive='glm' or 'bnn'"
@@ -324,9 +325,8 @@ class PosteriorBNN(BNN):
             parts,
         )
 
-    def _gaussian(self, predictive: str | Outputs | None, count: int, link: str) -> Outputs | None:
+    def _gaussian(self, chosen: str | Outputs, count: int, link: str) -> Outputs | None:
         """Return a function from inputs to Gaussian outputs, or None to run the net itself."""
-        chosen = self._default_predictive if predictive is None else predictive
         check_link(link)
         if chosen == "bnn":
             return None
