@@ -107,6 +107,26 @@ def test_a_seed_gives_the_same_numbers(make, options, traced):
     assert len(traced) == 1
 
 
+def test_the_weight_of_the_kl_is_as_precise_as_the_net(traced):
+    def make():
+        torch.manual_seed(0)
+        return mean_field(mlp(3, 8, 3).double(), Categorical(24)).double()
+
+    data = [(x.double(), y, torch.rand(12).double()) for x, y in HALVES]
+    (history, state), (expected, other) = (
+        fitted(make, data, compile=how, beta=0.1) for how in (True, False)
+    )
+    assert history.loss == pytest.approx(expected.loss, rel=1e-13)
+    torch.testing.assert_close(state, other, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("handler", [local_reparameterization, variational_laplace])
+def test_annealing_inside_of_a_handler_is_one_program(handler, traced):
+    with handler():
+        assert_same(smooth, beta=lambda epoch: 0.1 + 0.1 * epoch)
+    assert len(traced) == 1
+
+
 def test_further_shapes_run_uncompiled(traced, monkeypatch):
     monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
     data = list(zip(X.split([4, 5, 6, 9]), Y.split([4, 5, 6, 9]), strict=True))

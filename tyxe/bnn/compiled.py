@@ -126,7 +126,7 @@ class Description:
             return self._of_tensor(one)
         if isinstance(one, weakref.ref):
             return (type(one), self(one()))
-        library = type(one).__module__.partition(".")[0]
+        library = _library_of(one)
         if library in _OF_PROCESS:
             return _Same(one)
         if isinstance(one, Mapping):
@@ -155,6 +155,10 @@ class Description:
             return kind
         state = _Numbers if self._by_numbers else _Same
         return (*kind, state(tensor, 0 if tensor.is_inference() else tensor._version))
+
+
+def _library_of(one: Any) -> str:
+    return type(one).__module__.partition(".")[0]
 
 
 def _attributes_of(one: Any) -> dict[str, Any]:
@@ -246,13 +250,12 @@ class CompiledSteps:
         tensors = tensors_of(objective.bnn)
         trained = {name: t for name, t in tensors.items() if t.requires_grad}
         others = {name: t for name, t in tensors.items() if name not in trained}
-        # By fills, since a copy of numbers of the host would make it wait.
-        weight = torch.full((2,), beta, device=next(iter(trained.values())).device)
-        weight[1].fill_(1.0 if load is None else load)
+        weight = factors_of(objective.bnn, beta, [load])[0]
         held = [value.detach() for value in (*trained.values(), *others.values())]
         given = [*held[: len(trained)]], [*held[len(trained) :]], (inputs, targets), weight
-        # Handlers may have the weight from elsewhere.
-        key = (kind_of_batch((inputs, targets)), beta if handlers() else None)
+        # Other handlers than those of this package may have the weight from elsewhere.
+        others_run = any(_library_of(handler) != "tyxe" for handler in handlers())
+        key = (kind_of_batch((inputs, targets)), beta if others_run else None)
 
         def make() -> Program:
             check_are_tensors(batch)
@@ -281,6 +284,17 @@ class CompiledStep(NamedTuple):
             leaves = self.program.at_leaves(*self.held, *self.batch, self.weight)
         data, kl, points, gradients = self.program.returned(leaves)
         return ElboTerms(data, kl, points, {}), gradients
+
+
+def factors_of(bnn: Any, beta: float, loads: Sequence[float | None]) -> Tensor:
+    """Return the factors of KL and data term `(n, 2)`, for the load of each of several batches."""
+    like = bnn._like
+    dtype = torch.promote_types(like.dtype.to_real(), torch.float32)
+    # By fills, since a copy of numbers of the host would make it wait.
+    factors = torch.full((len(loads), 2), beta, dtype=dtype, device=like.device)
+    for row, load in zip(factors, loads, strict=True):
+        row[1].fill_(1.0 if load is None else load)
+    return factors
 
 
 def check_are_tensors(leaves: Iterable[Any]) -> None:

@@ -16,7 +16,7 @@ from tyxe import check
 from tyxe.bnn.batches import OwnBatches, device_for
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_num_epochs, check_one_batch, warn_of_size
-from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
+from tyxe.bnn.compiled import ObjectiveFunction, factors_of, tensors_of
 from tyxe.bnn.elbo import MeanWeight, Objective
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.passes import not_vectorized
@@ -219,10 +219,7 @@ class StackedObjectives:
             )
         batch = tree_map(lambda *parts: torch.stack(parts), *batches)
         values = {name: p.detach() for name, p in self.parameters.items()}
-        device = next(iter(values.values())).device
-        factors = torch.full((len(batches), 2), beta, device=device)
-        for row, load in zip(factors, loads, strict=True):
-            row[1].fill_(1.0 if load is None else load)
+        factors = factors_of(self._bnns[0], beta, loads)
         given = values, self._constants, batch, factors
         kind = kind_of_batch(batch)
         if kind not in self._programs:
