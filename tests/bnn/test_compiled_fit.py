@@ -1,5 +1,6 @@
 """Compiled steps are the uncompiled ones, or say why they are none."""
 
+import contextlib
 import functools
 import random
 import warnings
@@ -31,6 +32,7 @@ X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(24) % 3
 HALVES = list(zip(X.split(12), Y.split(12), strict=True))
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
+UNIT = dist.Normal(0.0, 1.0)
 SIZES = {"inducing_rows": 3, "inducing_cols": 2, "everywhere": True}
 GUIDES = {
     "AutoNormal": tyxe.guides.AutoNormal,
@@ -319,6 +321,15 @@ class Keeps(nn.Linear):
         return self.cache.setdefault(x.shape, torch.ones(3)) + self.factor * self.features
 
 
+class Scaled(nn.Sequential):
+    """Its outputs times a factor."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        return self.factor * super().forward(x)
+
+
 def with_hook(hook):
     torch.manual_seed(0)
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide=["factor"])
@@ -339,10 +350,13 @@ def test_what_a_forward_keeps_is_no_reason_to_run_uncompiled(traced):
         torch.manual_seed(1)
         losses.append(bnn.fit([(X, Y)], SGD, 3, compile=compiles).loss)
         calls.append(len(CALLS))
+        bnn.predict(X)
+        losses[-1] += bnn.fit([(X, Y)], SGD, 3, compile=compiles).loss
         factors.append(bnn.net.factor)
     assert len(traced) == 1
-    # Two steps run as programs. Two forwards are compared, one is traced, one is the program's.
-    assert calls[1] == calls[0] - 2 + 4
+    # Two steps run as programs. Two forwards are compared, and one without what they have kept. One
+    # is traced, and one is the program's.
+    assert calls[1] == calls[0] - 2 + 5
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     torch.testing.assert_close(factors[1], factors[0])
 
@@ -352,6 +366,67 @@ def test_hooks_that_record_see_all_steps(traced):
     with pytest.warns(tyxe.TyxeWarning, match="changes what the net holds"):
         with_hook(lambda *_: seen.append(1)).fit([(X, Y)], SGD, 3, compile=True)
     assert (len(traced), len(seen)) == (0, 5 + 2)  # two are compared
+
+
+def test_hooks_of_gradients_that_record_see_all_steps(traced):
+    bnn, seen = smooth(), []
+    bnn.net[2].register_full_backward_hook(lambda *_: seen.append(1))
+    with pytest.warns(tyxe.TyxeWarning, match="changes what the net holds"):
+        bnn.fit([(X, Y)], SGD, 3, compile=True)
+    assert (len(traced), len(seen)) == (0, 3 + 2)  # two are compared
+
+
+def test_a_program_outlives_fits_with_held_out_data_and_other_numbers_of_the_prior(traced):
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        bnn, losses = smooth(), []
+        for scale in (0.1, 3.0):
+            bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, scale)))
+            options = {"validation": HALVES, "patience": 9, "compile": compiles}
+            losses += bnn.fit([(X, Y)], SGD, 3, **options).loss
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert len(traced) == 1
+
+
+CHANGES = {
+    "an attribute": lambda net: setattr(net, "factor", 3.0),
+    "a mode": lambda net: net[1].eval(),
+    "what is trained": lambda net: net[0].requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_callback_changes_is_noticed(change, traced):
+    def callback(bnn, epoch, loss):
+        if epoch == 1:
+            CHANGES[change](bnn.net)
+
+    def make():
+        torch.manual_seed(0)
+        layers = nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+        net = Scaled(*layers)
+        return mean_field(net, Categorical(24), tyxe.priors.IIDPrior(UNIT, hide_modules=["0"]))
+
+    assert_same(make, [(X, Y)], callback=callback)
+    assert len(traced) == 2
+
+
+def test_what_a_callback_changes_all_the_time_is_compiled_no_more(traced):
+    def callback(bnn, epoch, loss):
+        bnn.net.factor *= 2
+
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        bnn = mean_field(Scaled(nn.Linear(3, 3)), Categorical(24))
+        with contextlib.ExitStack() as stack:
+            if compiles:
+                stack.enter_context(pytest.warns(tyxe.TyxeWarning, match="after 4 epochs"))
+            found.append(bnn.fit([(X, Y)], SGD, 8, callback, compile=compiles).loss)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert len(traced) == 4
 
 
 @pytest.mark.filterwarnings("ignore:the log-likelihood curves upwards:tyxe.TyxeWarning")

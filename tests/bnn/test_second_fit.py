@@ -23,7 +23,7 @@ import tyxe
 from tests.oracles.bnns import NORMAL
 from tyxe.guides import AutoNormal
 from tyxe.poutine import flipout, local_reparameterization, selective_scale
-from tyxe.priors import IIDPrior, LayerwiseNormalPrior
+from tyxe.priors import DictPrior, IIDPrior
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
@@ -141,7 +141,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "default of a function": lambda b: setattr(b.net.function, "__defaults__", (2.0,)),
     "forward": lambda b: setattr(b.net, "forward", partial(Net.forward, b.net)),
     "kind of prior": lambda b: b.update_prior(IIDPrior(dist.Laplace(0.0, 1.0))),
-    "prior": lambda b: b.update_prior(LayerwiseNormalPrior("xavier")),
+    "shapes of the prior": lambda b: b.update_prior(
+        DictPrior(b.net_guide.get_detached_distributions())
+    ),
     "likelihood": lambda b: setattr(b.likelihood, "dataset_size", 24),
     "guide": lambda b: setattr(b.net_guide, "max_scale", 0.5),
     "what is trained": lambda b: b.net_guide.locs["head.bias"].requires_grad_(False),

@@ -7,6 +7,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe.autocast import is_close
 from tyxe.bnn.elbo import ElboTerms, Objective
-from tyxe.bnn.standin import Outline, StandIn, modes_of
+from tyxe.bnn.standin import Names, Outline, StandIn, modes_of
 from tyxe.errors import warn
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.program import Program, Programs, check_equal, dense, has_programs, is_dense
@@ -44,7 +45,7 @@ _PLAIN = (
 )
 # Of objects of this package: past fits, and what is made anew of what a program is given.
 _OF_FITS = {"optimizer", "_scheduler", "_pending", "_epochs_done", "_stage", "_chosen_prior"}
-_OF_FITS |= {"_mean_weight"}
+_OF_FITS |= {"_mean_weight", "_best", "_due"}
 _LEFT_OUT = {*_OF_FITS, "_runtime", "prior", "terms", "_built"}
 
 
@@ -70,7 +71,7 @@ def fingerprint(objective: Any, handlers: Iterable[Messenger], autocast: torch.d
     tensors it has the object and its version.
     """
     given = {id(t) for t in (*objective.parameters(), *objective.buffers())}
-    described = Description(given)
+    described = Description(given, left_out=objective.bnn._runtime.remade_by_fits)
     return (
         described(objective),
         [described(configuration(handler)) for handler in handlers],
@@ -105,10 +106,13 @@ class Description:
     """Describes objects by plain values that can be compared, each object once.
 
     Tensors besides those given are equal to themselves alone, or to those of the same numbers.
+    Attributes of modules in `left_out` are not described.
     """
 
-    def __init__(self, given: set[int], by_numbers: bool = False) -> None:
-        self._given, self._by_numbers = given, by_numbers
+    def __init__(
+        self, given: set[int], by_numbers: bool = False, left_out: Names | None = None
+    ) -> None:
+        self._given, self._by_numbers, self._left_out = given, by_numbers, left_out or {}
         self._known: dict[int, int] = {}
         self._kept: list[Any] = []  # or others could have their ids
 
@@ -145,6 +149,8 @@ class Description:
         own, of_class = _attributes_of(one), _attributes_of_class(type(one))
         if library == "tyxe":
             own = {name: value for name, value in own.items() if name not in _LEFT_OUT}
+        if isinstance(one, nn.Module) and one in self._left_out:
+            own = {n: value for n, value in own.items() if n not in self._left_out[one]}
         held = [(name, self(value)) for name, value in (of_class | own).items()]
         # What holds nothing that Python sees, such as a decimal number, may still be another.
         return (type(one) if own else _Same(one), held)
@@ -194,9 +200,8 @@ def _content_of(cell: Any) -> Any:
 def compiled_steps(objective: Objective, autocast: torch.dtype | None) -> CompiledSteps:
     """Return the compiled steps of a BNN: those of its last fit, where nothing has changed."""
     runtime = objective.bnn._runtime
-    given = fingerprint(objective, handlers(), autocast)
-    if runtime.steps is None or runtime.steps.fingerprint != given:
-        runtime.steps = CompiledSteps(given, next(objective.parameters()).device)
+    if runtime.steps is None or not runtime.steps.are_of(objective, autocast):
+        runtime.steps = CompiledSteps(objective, autocast)
     found: CompiledSteps = runtime.steps
     found.programs.begin()
     return found
@@ -209,11 +214,17 @@ class CompiledSteps:
     For a seed it draws the numbers that it drew uncompiled.
     """
 
-    def __init__(self, fingerprint: Any, device: torch.device) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, objective: Objective, autocast: torch.dtype | None) -> None:
+        self._autocast = autocast
+        self._fingerprint = fingerprint(objective, handlers(), autocast)
+        device = next(objective.parameters()).device
         self.programs, self._exist = Programs("steps"), has_programs(device)
         if not self._exist:
             warn("compile=True needs a C++ compiler, and none is found: steps run uncompiled")
+
+    def are_of(self, objective: Objective, autocast: torch.dtype | None) -> bool:
+        """Whether nothing has changed that is fixed in the programs."""
+        return bool(self._fingerprint == fingerprint(objective, handlers(), autocast))
 
     def __call__(
         self,
@@ -261,6 +272,8 @@ class CompiledSteps:
             check_are_tensors(batch)
             program = _program(objective, trained, others, given)
             _compare(program, objective, [*trained.values()], given)
+            # Without what a forward makes anew, which is known now.
+            self._fingerprint = fingerprint(objective, handlers(), self._autocast)
             return program
 
         program = self.programs.find(key, make)
@@ -343,34 +356,51 @@ class ObjectiveFunction:
         return StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
 
     def what_changes(self, batch: Any) -> str:
-        """Say what a second forward returns or leaves otherwise, or nothing if it is the same."""
+        """Say what a second step returns or leaves otherwise, or nothing if it is the same."""
         stand_in, held = self._at(self._tensors), [t.detach() for t in self._tensors]
-        return what_changes(
-            stand_in.net, lambda: self._run(stand_in, self._tensors, batch, [1.0])[0], held
-        )
+        trained = [t for t in self._tensors if t.requires_grad]
+
+        def step() -> Tensor:
+            loss, _ = self._run(stand_in, self._tensors, batch, [1.0])
+            torch.autograd.grad(loss, trained, allow_unused=True)  # for hooks of it
+            return loss
+
+        return what_changes(stand_in, step, held, self._objective.bnn._runtime.remade_by_fits)
 
 
-def what_changes(net: nn.Module, forward: Callable[[], Tensor], held: Sequence[Tensor]) -> str:
+def what_changes(
+    stand_in: StandIn, forward: Callable[[], Tensor], held: Sequence[Tensor], remade: Names
+) -> str:
     """Say what a second forward of a stand-in returns or leaves otherwise, if anything.
 
-    What a forward writes into the tensors that are held is undone.
+    What a forward writes into the tensors that are held is undone. Attributes that each forward
+    makes anew and does not read before, such as its latest outputs, are added to `remade`.
     """
-    before, found, left = [t.clone() for t in held], [], []
+    net, before = stand_in.net, [t.clone() for t in held]
     given = {id(t) for t in (*net.parameters(), *net.buffers())}
-    for _ in range(2):
+
+    def run() -> Tensor:
         with torch_rng_kept():
             try:
-                found.append(forward().detach())
+                return forward().detach()
             finally:
                 restore(held, before)
-            left.append(Description(given, by_numbers=True)(net))
-    if not _is_alike(*found):
+
+    found, left = run(), Description(given, by_numbers=True)(net)
+    states = stand_in.attributes()
+    if not _is_alike(found, run()):
         return (
             "its forward depends on what an earlier one has left, or on random numbers that are "
             "not PyTorch's"
         )
-    same = left[0] == left[1]
-    return "" if same else "its forward changes what the net holds, such as a number of calls"
+    if left != Description(given, by_numbers=True)(net):
+        return "its forward changes what the net holds, such as a number of calls"
+    names = stand_in.remove_remade(states)
+    with suppress(Exception):  # of a forward that reads them
+        if names and _is_alike(found, run()):
+            for part, own in names.items():
+                remade.setdefault(part, set()).update(own)
+    return ""
 
 
 def _program(

@@ -140,7 +140,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         batches = self._to_fit(data_loader, unpack)
 
         def after_epoch(epoch: int) -> None:
-            if evidence_every and (epoch + 1) % evidence_every == 0:
+            if (epoch + 1) % evidence_every == 0:
                 self._take_curvature(batches, device)
                 self._set_prior_numbers(search.most_evidence(self.state, False, 100))
                 self.net_guide.state = None
@@ -153,7 +153,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
 
         given = batches, optim, num_epochs, callback, device, progress
         with on_error(keep_curvature):
-            history = self._train(*given, options, after_epoch)
+            history = self._train(*given, options, after_epoch if evidence_every else None)
         try:
             self._take_curvature(batches, device, progress)
         except ValueError as error:

@@ -32,6 +32,8 @@ from tyxe.util import SITE_PRIORS, Inputs, call_with
 Tensors = Mapping[int, Tensor]
 # Of parts of a net: whether they are in train mode.
 Modes = Mapping[nn.Module, bool]
+# Of parts of a net: the names of some attributes.
+Names = dict[nn.Module, set[str]]
 
 # A module has these besides its other attributes, and a stand-in's modules have their own.
 _TREE = ("_parameters", "_modules", "_buffers")
@@ -63,7 +65,7 @@ class Outline:
 
     def __init__(self, net: nn.Module) -> None:
         # Names of such attributes by part, and by `id` what they hold that refers to no part.
-        self.links: dict[nn.Module, set[str]] = {}
+        self.links: Names = {}
         self.shared: dict[int, Any] = {}
         # Whether a part may reach itself, so that only the garbage collector frees it.
         self.is_cyclic = False
@@ -246,6 +248,22 @@ class StandIn:
         twins = {**self._twins, **blank}
         change(blank.get(self.net, self.net))
         return {part: twin.training for part, twin in twins.items()}
+
+    def attributes(self) -> list[dict[str, Any]]:
+        """Return the attributes of the copies as they are now."""
+        return [dict(twin.__dict__) for twin in self._twins.values()]
+
+    def remove_remade(self, before: list[dict[str, Any]]) -> Names:
+        """Remove attributes of the copies that are other objects than before; return their names.
+
+        They are by part of the net.
+        """
+        removed: Names = {}
+        for (part, twin), own in zip(self._twins.items(), before, strict=True):
+            for name, _ in [*_changes(own, twin.__dict__)]:
+                twin.__dict__.pop(name, None)
+                removed.setdefault(part, set()).add(name)
+        return removed
 
     def put(self, tensors: Tensors, statistics: Statistics | None = None) -> None:
         """Put other tensors in the places of the same parameters, for the next forward.

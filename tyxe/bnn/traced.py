@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,14 +84,7 @@ class TracedNet:
 
     def _programs_of_net(self) -> Programs:
         """Return the programs of the net as it is now."""
-        bnn, runtime = self._bnn, self._bnn._runtime
-        # Of a stand-in, which has the modes of a prediction, and looks at what has come to the
-        # parts. Priors are of no effect.
-        stand_in = StandIn(bnn.net, bnn._outline, {}, modes_of(bnn))  # whose parts go with it
-        net = stand_in.net
-        changes = bnn._outline.version, has_hooks(bnn.net, Picking)
-        net.__dict__.pop(SITE_PRIORS, None)
-        now = Description({id(t) for t in (*net.parameters(), *net.buffers())})(net)
+        runtime, (changes, now) = self._bnn._runtime, self._described()
         found = Programs("predictions", MOST_SHAPES)
         if runtime.forwards is not None:
             before, described, known = runtime.forwards
@@ -100,6 +94,20 @@ class TracedNet:
         runtime.forwards = changes, now, found
         return found
 
+    def _described(self) -> tuple[Any, Any]:
+        """Return what tells whether the net has changed."""
+        bnn = self._bnn
+        # Of a stand-in, which has the modes of a prediction, and looks at what has come to the
+        # parts. Priors are of no effect.
+        stand_in = StandIn(bnn.net, bnn._outline, {}, modes_of(bnn))  # whose parts go with it
+        net, remade = stand_in.net, bnn._runtime.remade_by_predictions
+        known = [part for part in bnn.net.modules() if part in remade]
+        left_out = {stand_in.part(part): remade[part] for part in known}
+        net.__dict__.pop(SITE_PRIORS, None)
+        given = {id(t) for t in (*net.parameters(), *net.buffers())}
+        now = Description(given, left_out=left_out)(net)
+        return (bnn._outline.version, has_hooks(bnn.net, Picking)), now
+
     def _made(self, values: Values) -> Program:
         net, given = self._bnn.net, (values, self._others, self._inputs)
         if has_hooks(net, Picking):
@@ -107,6 +115,8 @@ class TracedNet:
         check_are_tensors(tree_leaves(self._inputs))
         with torch_rng_kept():
             expected = self._expected(values)
+            # Without what the forward makes anew, which is known now.
+            self._bnn._runtime.forwards = *self._described(), self._programs
             # Attention is among the operations that may draw, and does not without dropout.
             program = Program(self._forward, *given, how="traced", draws=True)
             check_equal("it", are_alike, [(program(*given), expected)])
@@ -123,9 +133,9 @@ class TracedNet:
         draws, versions = [*unstacked(values)], [t._version for t in self._others]
         stand_in = self._bnn._stand_in(draws[0])
         forward = partial(stand_in.call_apart, self._inputs)
-        if reason := what_changes(stand_in.net, forward, self._others):
+        remade = self._bnn._runtime.remade_by_predictions
+        if reason := what_changes(stand_in, forward, self._others, remade):
             raise RuntimeError(reason)
-        # Apart, since the net would be another in the next prediction for what it keeps of this.
         numbers = torch_rng()
         outputs = [self._bnn._stand_in(draw).call_apart(self._inputs) for draw in draws]
         if not all(map(torch.equal, numbers, torch_rng())):

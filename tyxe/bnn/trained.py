@@ -167,6 +167,8 @@ class TrainedBNN(SupervisedBNN):
             left = epoch_end.epochs_left(num_epochs)
             try:
                 for epoch in trainer.epochs(first, left, progress):
+                    if callback is not None or after_epoch is not None:
+                        trainer.check_programs()
                     trainer.run_epoch(loader, epoch, device, history, callback)
                     if after_epoch is not None:
                         with prior_fixed(self, False):

@@ -30,7 +30,7 @@ from tyxe.optim.groups import make_optimizer, make_scheduler, pyro_clipping, sch
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.forwards import norms_of
 from tyxe.processes import Parallel, Processes, checksum, shuffle_anew
-from tyxe.program import copy_into
+from tyxe.program import MOST_PROGRAMS, copy_into
 from tyxe.rng import by_generators, current_stream
 from tyxe.threads import exclusive, unvalidated
 from tyxe.util import Inputs, on_error
@@ -166,6 +166,7 @@ class Trainer:
         self._device = next(iter(self.parameters.values())).device
         self._compiled: CompiledSteps | None = None
         self._captured: CapturedSteps | None = None
+        self._changes = 0  # epochs after which programs had to be made anew
         self._compiles = options.compile and own is None
         if options.compile and own is not None:
             warn(f"compile=True: {type(own).__name__} takes gradients itself, and runs uncompiled")
@@ -187,6 +188,20 @@ class Trainer:
                 self._left = first + count - epoch
                 yield epoch
                 self._bar.total = self._bar.n + (self._left - 1) * self._batches
+
+    def check_programs(self) -> None:
+        """Let go programs of what has changed since, as by a callback, but not in each epoch."""
+        compiled = self._compiled
+        if compiled is None or compiled.are_of(self.objective, self.options.autocast):
+            return
+        self._compiled, self._changes = None, self._changes + 1
+        if self._changes == MOST_PROGRAMS:
+            self._compiles = False
+            warn(
+                "compile=True: what is fixed in a program, such as an attribute of the net or what "
+                f"is trained, has changed after {self._changes} epochs: steps run uncompiled from "
+                "now on"
+            )
 
     def run_epoch(
         self,

@@ -15,6 +15,8 @@ from tyxe.distributions.gaussian import Gaussian
 from tyxe.files import as_bytes, of_bytes
 from tyxe.linalg import Operator
 
+# Where a template has its tensors: one for all, so that those of equal distributions are equal.
+_PLACE = torch.zeros((), device="cpu")
 _CONTAINERS = (td.Distribution, td.Transform, Operator)
 
 
@@ -131,7 +133,7 @@ class BufferedDistribution(nn.Module):
             self._shapes[path] = tensor.shape
             own = unexpanded(tensor).detach().clone(memory_format=torch.contiguous_format)
             self.register_buffer(path, own)
-            return tensor.new_zeros(())
+            return _PLACE
 
         self._template = _map_tensors(keep, distribution)
         self._kind = _describe(distribution)
