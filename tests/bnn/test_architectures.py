@@ -12,6 +12,7 @@ from tests.oracles.architectures import (
     CLASSES,
     HANDLERS,
     NETS,
+    SPARSE,
     N,
     TiedLanguageModel,
     WithBuffers,
@@ -24,10 +25,7 @@ from tests.oracles.architectures import (
 from tests.oracles.bnns import mean_field
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning"),
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
 
 def sites_of(bnn):
@@ -35,9 +33,9 @@ def sites_of(bnn):
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [*NETS, *SPARSE])
 def test_trains_and_predicts_unmodified(name, handler):
-    build, batch = NETS[name]
+    build, batch = {**NETS, **SPARSE}[name]
     bnn, inputs = make(build()), batch()
     before = {n: p.detach().clone() for n, p in bnn.named_parameters()}
     optimizer = torch.optim.SGD(bnn.parameters(), lr=0.3)
