@@ -10,6 +10,7 @@ import tyxe
 from tests.oracles.bnns import NORMAL
 from tests.oracles.nets import NetOf
 from tyxe.bnn.elbo import elbo_terms
+from tyxe.calibration import SplitConformal, coverage
 from tyxe.data import Targets
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
 from tyxe.poutine import selective_mask
@@ -183,6 +184,21 @@ def test_a_gaussian_leaves_numbers_of_a_point_out(predictive):
             return bnn.evaluate(X, targets, predictive=predictive, num_predictions=count)
 
     assert_same(use, (net(), y, mask), (smaller, y[:, kept], mask[:, 0]))
+
+
+def test_labels_may_be_bytes():
+    x, y = torch.randn(60, 3), torch.arange(60) % 3
+    made = []
+    for labels in (y, y.to(torch.uint8)):
+        torch.manual_seed(1)
+        likelihood = Categorical(60, class_weights=torch.tensor([0.5, 1.0, 1.5]))
+        bnn = variational(likelihood, inner=nn.Linear(3, 3))
+        # As many points in a batch as there are classes: a mask of them has the right shape.
+        history = bnn.fit([*zip(x.split(3), labels.split(3), strict=True)], torch.optim.SGD, 2)
+        report = str(tyxe.diagnostics.diagnose(bnn, [(x, labels)], [(x, labels)]))
+        sets = SplitConformal().wrap(bnn, [(x, labels)]).predict(x)
+        made.append((history.loss, report, coverage(sets, labels)))
+    assert made[0] == made[1]
 
 
 def test_class_weights_count_each_pixel_as_the_weighted_cross_entropy_does():

@@ -181,7 +181,8 @@ def coverage(predicted: Any, y: Tensor) -> float:
     """
     if isinstance(predicted, Tensor):
         check.shape("predicted", predicted, (*y.shape, "C"), ": sets of classes, as y are labels")
-        held = predicted.gather(-1, y.to(predicted.device).unsqueeze(-1))
+        labels = y if y.is_floating_point() else y.long()  # floats are refused
+        held = predicted.gather(-1, labels.to(predicted.device).unsqueeze(-1))
     else:
         lower, upper = _interval(predicted)
         y = y.to(lower.device)
