@@ -111,7 +111,8 @@ def test_a_step_without_noise_is_one_of_sgd_at_the_same_rate(temperature):
     random = kernel.randomness(start)
     state, settings, _ = kernel.start(estimates, start, random)
     sgd = torch.optim.SGD(net.parameters(), 0.05, 0.9, weight_decay=temperature / N / 1.5**2)
-    for x, y in batches + batches:
+    for step, (x, y) in enumerate(batches + batches, 1):
+        estimates.take(step)
         state, _ = kernel.step(estimates, state, settings, random)
         sgd.zero_grad()
         (-bnn.likelihood.log_likelihood(net(x), y, "mean")).backward()

@@ -208,7 +208,7 @@ class Potential:
 
 
 class BatchPotential:
-    """The potentials of chains `(chains, d)`, each as its next mini-batch estimates it.
+    """The potentials of chains `(chains, d)`, each as its mini-batch of a step estimates it.
 
     Every chain goes through the loader in an order of its own, and moves batches to a device.
     """
@@ -221,18 +221,16 @@ class BatchPotential:
         self._bnn, self._has_warned, self._step = potential.bnn, False, 0
         self._potential = potential
         self._weights = [MeanWeight(self._bnn.likelihood) for _ in self._loaders]
-        self._latest = self._take()
-        self._ready: list[Any] | None = self._latest
-        self._look(self._latest, starts)
+        self._batches = self._take()
+        self._look(self._batches, starts)
 
     def take(self, step: int) -> None:
-        """Take the batches of the next call, which are the same for each try of a step.
+        """Take the batches of a step, which are the same for each try of it.
 
-        Where the call itself takes them, the loader runs inside of what the call is in.
+        The loader runs outside of what the step is in.
         """
         if step != self._step:
-            self._latest, self._step = self._take(), step
-        self._ready = self._latest
+            self._batches, self._step = self._take(), step
 
     def _take(self) -> list[Any]:
         """Take a batch for each chain, with its `load` where points have weights."""
@@ -257,7 +255,7 @@ class BatchPotential:
 
         A batch that is too large, or whose inputs or targets make these infinite, is a ValueError.
         """
-        batches, self._ready = self._ready or self._take(), None
+        batches = self._batches
         if tree_structure(batches[0]) != self._place:  # the first with something missing, or none
             self._look(batches, position)
         gradient, value = self._every(position, *self._rows(batches))

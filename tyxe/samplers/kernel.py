@@ -183,7 +183,7 @@ class Kernel(ABC):
         statistics: the names of a transition's statistics.
         noises, uniforms: numbers of normal vectors and uniform numbers for a step of a chain.
         default_chains, default_init: number and starts of the chains of an `MCMC_BNN`.
-        takes_batches: whether steps take estimates of the potential by mini-batches.
+        takes_batches: whether each step takes the potential as one mini-batch estimates it.
         temperature: `MCMC_BNN` divides the data term by it.
     """
 
