@@ -263,6 +263,24 @@ def test_held_out_data_from_elsewhere():
     assert (line.value < 0.6, line.verdict) == (True, "ok")
 
 
+class OnAGraph(nn.Linear):
+    def forward(self, x, graph):
+        return graph @ super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "graph", [torch.eye(30), torch.eye(30).to_sparse()], ids=["dense", "sparse"]
+)
+def test_inputs_may_be_the_matrix_of_a_graph(graph):
+    x, y = torch.randn(30, 4), torch.arange(30) % 3
+    bnn = mean_field(OnAGraph(4, 3), likelihoods.Categorical(30))
+    data = [((x, graph), y)]
+    bnn.fit(data, torch.optim.Adam, 2)
+    report = diagnose(bnn, data, data)
+    assert "log-likelihood of held-out data" in report
+    assert "gradient over its noise, loc" not in report  # its noise is that of parts
+
+
 def test_norms_with_statistics_of_other_weights():
     bnn = normed(0.2, momentum=1e-4)
     before = {name: value.clone() for name, value in bnn.state_dict().items()}

@@ -264,10 +264,16 @@ def inputs(case: Case) -> Iterator[Line]:
         )
 
 
+def _has_columns(x: Any) -> bool:
+    """Whether an argument is a tensor of rows, and no object or sparse tensor, as of a graph."""
+    dense = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+    return dense and x.dim() >= 2
+
+
 def _floating(batches: list[Any]) -> list[Tensor]:
     """Return the real arguments of the net, of all points, as rows; none where they cannot be."""
     parts = [tree_leaves(inputs) for inputs, _ in batches]
-    if any(not isinstance(x, Tensor) or x.dim() < 2 for leaves in parts for x in leaves):
+    if not all(_has_columns(x) for leaves in parts for x in leaves):
         return []
     columns = [[x.flatten(1) for x in leaves] for leaves in zip(*parts, strict=True)]
     same = [c for c in columns if c[0].is_floating_point() and len({x.shape[1] for x in c}) == 1]

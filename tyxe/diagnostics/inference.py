@@ -128,6 +128,9 @@ def _dealt(case: Case) -> list[Any]:
         leaves = [leaf for leaf in tree_leaves(batch) if not is_constant(leaf)]
         if any(not isinstance(leaf, Tensor) or len(leaf) != rows for leaf in leaves):
             return []  # such as the edges of a graph
+        inputs = [leaf for leaf in tree_leaves(batch[0]) if not is_constant(leaf)]
+        if len(inputs) > 1 and any(leaf.shape[:2] == (rows, rows) for leaf in inputs):
+            return []  # a graph's matrix, of which rows alone are no graph
         count = math.ceil(rows / math.ceil(rows * len(batches) / PARTS))
         count = min(count, max(rows // fewest, 1))
         for some in torch.randperm(rows, device="cpu").tensor_split(count):
