@@ -197,7 +197,7 @@ def data_term(trace: Trace) -> tuple[Tensor, int | Tensor]:
     count: Any = 0
     observed = _samples(trace, observed=True)
     for _, site in observed:
-        total = total + log_prob_of(site, site["infer"].get("is_bounded", False))
+        total = total + log_prob_of(site)
         # Without a batch, a site is the only data point, or a factor or deterministic site.
         alone = 1 if len(observed) == 1 else 0
         rows = site["fn"].batch_shape[-1] if site["fn"].batch_shape else alone

@@ -31,11 +31,12 @@ def value_of(site: Any) -> Tensor:
     return value.value() if isinstance(value, Draw) else value
 
 
-def log_prob_of(site: Any, is_bounded: bool = False) -> Tensor:
-    """Return a site's log-density; with `is_bounded`, minus infinity outside of its support."""
+def log_prob_of(site: Any) -> Tensor:
+    """Return a site's log-density; if it `is_bounded`, minus infinity outside of its support."""
     fn, value = site["fn"], value_of(site)
     log_prob = fn.log_prob(value)
-    if is_bounded:  # a target is found to be wrong where the loss is looked at, not sooner
+    if site["infer"].get("is_bounded"):
+        # A target is found to be wrong where the loss is looked at, not sooner.
         log_prob = log_prob.where(fn.support.check(value), -math.inf)
     return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
 
