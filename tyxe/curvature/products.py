@@ -40,6 +40,8 @@ from tyxe.util import Inputs, at_least_float32, outside_inference
 
 # Of `CurvatureProducts`, whose Hessian may be indefinite.
 KINDS = (*CURVATURES, "hessian")
+# How many vectors a search for eigenvectors multiplies in a pass.
+BLOCK = 4
 
 
 class CurvatureProducts:
@@ -222,19 +224,17 @@ def _load_forward_mode() -> None:
         forward_ad.make_dual(number, number)
 
 
-def low_rank_curvature(
-    products: CurvatureProducts, rank: int, tolerance: float = 0.0, block: int = 4
-) -> Curvature:
+def low_rank_curvature(products: CurvatureProducts, rank: int, tolerance: float = 0.0) -> Curvature:
     """Return the part of a curvature in at most `rank` largest eigenvectors, `sum_r l_r v_r v_r^T`.
 
-    Of these it has those with `l_r > tolerance`. In a pass `block` vectors are multiplied.
+    Of these it has those with `l_r > tolerance`.
 
     Raises:
         ValueError: the eigenvectors do not fit into memory; a Hessian that is indefinite.
     """
     size, like = products.blocks.size, next(iter(products.values.values()))
     rank = min(rank, size)
-    held = vectors_in_memory(rank, block)
+    held = vectors_in_memory(rank, BLOCK)
     check.memory(
         f"{rank:,} eigenvectors of {size:,} weights, and {held - rank} more to find them,",
         held * size * like.element_size(),
@@ -242,7 +242,7 @@ def low_rank_curvature(
         like.device,
     )
     generator = torch.Generator(device="cpu").manual_seed(0)
-    start = torch.randn(min(block, size), size, generator=generator, device="cpu").to(like)
+    start = torch.randn(min(BLOCK, size), size, generator=generator, device="cpu").to(like)
     with full_precision(like):
         values, vectors = largest_eigenpairs(products.__matmul__, start, rank)
     kept = int((values > tolerance).sum())
