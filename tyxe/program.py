@@ -324,6 +324,7 @@ def _traced(
                 f"what {node.target} returns depends on more than the shapes of its inputs "
                 f"({', '.join(tag.name for tag in tags)})"
             )
+    _drop_by_memory(graph.graph)
     _widen(graph.graph)
     for node in graph.graph.nodes:
         node.meta.clear()  # of the tracer, and not what the compiler expects
@@ -360,6 +361,25 @@ def reason_of(error: Exception) -> str:
     # What follows is advice on the tracer, which is ours.
     text = str(error).partition(" It may be possible")[0].strip().split("\n")[0].rstrip(".")
     return text.removeprefix("this net cannot be compiled: ").removesuffix(f"; {_REMEDY}")
+
+
+def _drop_by_memory(graph: torch.fx.Graph) -> None:
+    """Let dropout of a transposed input be that of its memory, whose order the draws have.
+
+    A compiler makes new tensors instead of drawing in place, and fills them by rows.
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.bernoulli_.float):
+        strides = node.meta["val"].stride()
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        if order == sorted(order):
+            continue
+        place, *chance = node.args
+        with graph.inserting_before(node):
+            view = graph.call_function(aten.permute.default, (place, order))
+            graph.call_function(node.target, (view, *chance), node.kwargs)
+        node.replace_all_uses_with(place)
+        graph.erase_node(node)
 
 
 def _widen(graph: torch.fx.Graph) -> None:
