@@ -21,6 +21,7 @@ from torch.nn.modules import module as module_hooks
 
 import tyxe
 from tests.oracles.bnns import NORMAL
+from tests.oracles.nets import ReadLast
 from tyxe.guides import AutoNormal
 from tyxe.poutine import flipout, local_reparameterization, selective_scale
 from tyxe.priors import DictPrior, IIDPrior
@@ -187,6 +188,16 @@ def test_loggers_that_come_elsewhere_change_nothing(traced: list[Any]) -> None:
     fit(bnn)
     logging.getLogger("net.another")
     fit(bnn)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+def test_draws_of_a_recurrent_layer_change_nothing(cell: Any, traced: list[Any]) -> None:
+    net = ReadLast(cell, 1, 4, 2)
+    bnn = tyxe.VariationalBNN(net, NORMAL, tyxe.likelihoods.Categorical(12), AutoNormal)
+    for _ in range(3):
+        bnn.fit([(X, Y)] * 3, SGD, 1, compile=True)
+        bnn.predict(X, num_predictions=2)
     assert len(traced) == 1
 
 

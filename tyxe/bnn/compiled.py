@@ -129,7 +129,9 @@ class Description:
         if isinstance(one, Tensor):
             return self._of_tensor(one)
         if isinstance(one, weakref.ref):
-            return (type(one), self(one()))
+            # Recurrent layers have some to the draws of their latest forward.
+            held = one()
+            return (type(one), self(None if isinstance(held, Tensor) else held))
         library = _library_of(one)
         if library in _OF_PROCESS:
             return _Same(one)
