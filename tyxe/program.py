@@ -30,6 +30,15 @@ _SOURCES = torch.fx.graph_module._loader
 # Operations with one of these tags may differ between calls, and a trace does not show it.
 _VARYING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _DRAWING = torch.Tag.nondeterministic_seeded
+# Take lengths of packed sequences as their second argument, or states of recurrent layers.
+_OF_SEQUENCES = (
+    torch._VF.lstm,
+    torch._VF.gru,
+    torch._VF.rnn_tanh,
+    torch._VF.rnn_relu,
+    torch._VF._pack_padded_sequence,
+    torch._VF._pad_packed_sequence,
+)
 _REMEDY = "pass compile=False"
 # Checks of shapes at each call cost a tenth of a small program. The hyperbolic tangent by exp, off
 # by a rounding error of 1 and not of itself, takes half of the time.
@@ -339,6 +348,12 @@ class _Unread(TorchFunctionMode):
     ) -> Any:
         if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__):
             raise RuntimeError("its forward takes numbers out of PyTorch, as by numpy or tolist")
+        if (
+            func in _OF_SEQUENCES
+            and len(args) > 1
+            and getattr(args[1], "dtype", None) == torch.long
+        ):
+            raise RuntimeError("its forward reads the lengths of packed sequences")
         return func(*args, **(kwargs or {}))
 
 

@@ -345,6 +345,29 @@ def test_hooks_run_where_they_come_later_and_are_removed(made):
     assert len(made) == 3
 
 
+def packed(x, lengths):
+    return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("given", [lambda *batch: batch, lambda *batch: (packed(*batch),)])
+def test_packed_sequences_run_as_they_are(cell, given):
+    """A trace would keep the lengths of the first."""
+
+    def last(net, x, *lengths):
+        state = torch.zeros(1, N, 4)
+        found = net.cell(
+            packed(x, *lengths) if lengths else x, (state, state) if is_lstm else state
+        )
+        return net.head(found[1][0].reshape(N, 4))
+
+    is_lstm, x = cell is nn.LSTM, torch.randn(N, 3, 4)
+    bnn = bnn_of(NetOf(last, cell=cell(4, 4, batch_first=True), head=nn.Linear(4, 3)))
+    with pytest.warns(tyxe.TyxeWarning, match="lengths of packed sequences|depends on numbers"):
+        check_same(bnn, *given(x, torch.tensor([3, 2, 2, 2, 1, 1])))
+    check_same(bnn, *given(x, torch.tensor([3, 1, 2, 1, 2, 2])))
+
+
 def test_other_inputs_have_no_programs():
     named = bnn_of(NetOf(lambda self, x, sign: sign * self.one(x), one=nn.Linear(4, 3)))
     with pytest.warns(tyxe.TyxeWarning, match="not all of its inputs are tensors"):
