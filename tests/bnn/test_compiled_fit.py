@@ -390,6 +390,18 @@ def test_a_program_outlives_fits_with_held_out_data_and_other_numbers_of_the_pri
     assert len(traced) == 1
 
 
+class Own(tyxe.VariationalBNN):
+    """A class of a user's."""
+
+
+@pytest.mark.parametrize("kind", [tyxe.VariationalBNN, Own])
+def test_a_callback_that_changes_nothing_lets_a_program_go_on(kind, traced):
+    bnn = kind(mlp(3, 3), NORMAL, Categorical(24), tyxe.guides.AutoNormal)
+    for _ in range(2):
+        bnn.fit(HALVES, SGD, 4, lambda bnn, epoch, loss: None, compile=True, validation=HALVES)
+    assert len(traced) == 1
+
+
 CHANGES = {
     "an attribute": lambda net: setattr(net, "factor", 3.0),
     "a mode": lambda net: net[1].eval(),

@@ -18,6 +18,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_leaves
 
 from tyxe.autocast import is_close
+from tyxe.bnn.base import BNN
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.standin import Names, Outline, StandIn, modes_of
 from tyxe.errors import warn
@@ -149,7 +150,7 @@ class Description:
         if isinstance(one, np.ndarray | np.generic):
             return (type(one), one.shape, one.dtype, one.tobytes())
         own, of_class = _attributes_of(one), _attributes_of_class(type(one))
-        if library == "tyxe":
+        if library == "tyxe" or isinstance(one, BNN):  # a user's class of a BNN as well
             own = {name: value for name, value in own.items() if name not in _LEFT_OUT}
         if isinstance(one, nn.Module) and one in self._left_out:
             own = {n: value for n, value in own.items() if n not in self._left_out[one]}
