@@ -32,6 +32,7 @@ X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(24) % 3
 HALVES = list(zip(X.split(12), Y.split(12), strict=True))
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
+UNCHANGED = lambda bnn, epoch, loss: None  # noqa: E731
 UNIT = dist.Normal(0.0, 1.0)
 SIZES = {"inducing_rows": 3, "inducing_cols": 2, "everywhere": True}
 GUIDES = {
@@ -125,7 +126,7 @@ def test_the_weight_of_the_kl_is_as_precise_as_the_net(traced):
 @pytest.mark.parametrize("handler", [local_reparameterization, variational_laplace])
 def test_annealing_inside_of_a_handler_is_one_program(handler, traced):
     with handler():
-        assert_same(smooth, beta=lambda epoch: 0.1 + 0.1 * epoch)
+        assert_same(smooth, beta=lambda epoch: 0.1 + 0.1 * epoch, callback=UNCHANGED)
     assert len(traced) == 1
 
 
@@ -398,8 +399,71 @@ class Own(tyxe.VariationalBNN):
 def test_a_callback_that_changes_nothing_lets_a_program_go_on(kind, traced):
     bnn = kind(mlp(3, 3), NORMAL, Categorical(24), tyxe.guides.AutoNormal)
     for _ in range(2):
-        bnn.fit(HALVES, SGD, 4, lambda bnn, epoch, loss: None, compile=True, validation=HALVES)
+        bnn.fit(HALVES, SGD, 4, UNCHANGED, compile=True, validation=HALVES)
     assert len(traced) == 1
+
+
+class ReadsWhatItKeeps(nn.Linear):
+    """It keeps its latest mean, and adds what is kept once it is told to."""
+
+    reads, kept = False, None
+
+    def forward(self, x):
+        found = super().forward(x)
+        if self.reads:
+            return found + self.kept
+        self.kept = found.mean(0).detach()
+        return found
+
+
+def test_what_forwards_have_made_anew_may_be_read_by_later_ones(traced):
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        bnn = mean_field(ReadsWhatItKeeps(3, 3), Categorical(24))
+        losses = bnn.fit([(X, Y)], SGD, 3, compile=compiles).loss
+        bnn.net.reads = True
+        for number in (1.0, 9.0):
+            bnn.net.kept = torch.tensor([number, 0.0, 0.0])
+            losses += bnn.fit([(X, Y)], SGD, 3, compile=compiles).loss
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert len(traced) == 3
+
+
+def test_a_refused_net_is_refused_once(traced):
+    def counts(module, given):
+        module.calls = getattr(module, "calls", 0) + 1
+
+    bnn = mean_field(mlp(3, 3), Categorical(24))
+    bnn.net.register_forward_pre_hook(counts)
+    with pytest.warns(tyxe.TyxeWarning, match="changes what the net holds") as caught:
+        bnn.fit(HALVES, SGD, 6, UNCHANGED, compile=True)
+    assert (len(caught), len(traced)) == (1, 0)
+
+
+def test_a_change_within_an_epoch_is_noticed_after_it_whatever_is_compiled_meanwhile(traced):
+    class Changes(tyxe.Callback):
+        def on_batch(self, bnn, epoch, batch, terms):
+            if (epoch, batch) == (1, 0):
+                bnn.net.factor = 3.0
+
+    class Grows(list):
+        """Batches of which the first epoch has the first only."""
+
+        epochs = 0
+
+        def __iter__(self):
+            self.epochs += 1
+            return iter([*super().__iter__()][: self.epochs])
+
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        bnn = mean_field(Scaled(nn.Linear(3, 3)), Categorical(24))
+        data = Grows(zip(X.split(16), Y.split(16), strict=True))
+        found.append(bnn.fit(data, SGD, 5, Changes(), compile=compiles).loss[2:])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 CHANGES = {

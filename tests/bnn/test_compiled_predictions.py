@@ -236,6 +236,26 @@ def test_what_changes_later_is_noticed(change, monkeypatch):
     assert change == "a dtype" or not torch.allclose(before, after, atol=1e-3)
 
 
+class ReadsWhatItKeeps(nn.Linear):
+    reads, kept = False, None
+
+    def forward(self, x):
+        found = super().forward(x)
+        if self.reads:
+            return found * float(self.kept[0])
+        self.kept = np.zeros(1)
+        return found
+
+
+def test_what_forwards_have_made_anew_may_be_read_by_later_ones():
+    bnn = bnn_of(ReadsWhatItKeeps(4, 3))
+    check_same(bnn, X)
+    bnn.net.reads, bnn.net.kept = True, np.ones(1)
+    check_same(bnn, X)
+    bnn.net.kept[0] = 9.0
+    check_same(bnn, X)
+
+
 def test_a_program_of_other_numbers_is_not_used(monkeypatch):
     class Other(program.Program):
         def __call__(self, *arguments):

@@ -65,14 +65,16 @@ class _Same:
         return id(self.one)
 
 
-def fingerprint(objective: Any, handlers: Iterable[Messenger], autocast: torch.dtype | None) -> Any:
+def fingerprint(
+    objective: Any, handlers: Iterable[Messenger], autocast: torch.dtype | None, remade: Names
+) -> Any:
     """Return what a program of an objective depends on besides the tensors that it is given.
 
     These are parameters and buffers, of which it has shapes, types and where two are one. Of other
-    tensors it has the object and its version.
+    tensors it has the object and its version. Attributes that each forward makes anew are left out.
     """
     given = {id(t) for t in (*objective.parameters(), *objective.buffers())}
-    described = Description(given, left_out=objective.bnn._runtime.remade_by_fits)
+    described = Description(given, left_out=remade)
     return (
         described(objective),
         [described(configuration(handler)) for handler in handlers],
@@ -219,7 +221,8 @@ class CompiledSteps:
 
     def __init__(self, objective: Objective, autocast: torch.dtype | None) -> None:
         self._autocast = autocast
-        self._fingerprint = fingerprint(objective, handlers(), autocast)
+        self._remade: Names = {}  # attributes that each forward makes anew
+        self._fingerprint = fingerprint(objective, handlers(), autocast, self._remade)
         device = next(objective.parameters()).device
         self.programs, self._exist = Programs("steps"), has_programs(device)
         if not self._exist:
@@ -227,7 +230,8 @@ class CompiledSteps:
 
     def are_of(self, objective: Objective, autocast: torch.dtype | None) -> bool:
         """Whether nothing has changed that is fixed in the programs."""
-        return bool(self._fingerprint == fingerprint(objective, handlers(), autocast))
+        now = fingerprint(objective, handlers(), autocast, self._remade)
+        return bool(self._fingerprint == now)
 
     def __call__(
         self,
@@ -273,10 +277,13 @@ class CompiledSteps:
 
         def make() -> Program:
             check_are_tensors(batch)
-            program = _program(objective, trained, others, given)
+            known = sum(map(len, self._remade.values()))
+            program = _program(objective, trained, others, given, self._remade)
             _compare(program, objective, [*trained.values()], given)
-            # Without what a forward makes anew, which is known now.
-            self._fingerprint = fingerprint(objective, handlers(), self._autocast)
+            # Not of what has changed since, where no more is left out.
+            if sum(map(len, self._remade.values())) > known:
+                how = handlers(), self._autocast, self._remade
+                self._fingerprint = fingerprint(objective, *how)
             return program
 
         program = self.programs.find(key, make)
@@ -358,8 +365,8 @@ class ObjectiveFunction:
         swapped = {id(own): value for own, value in zip(self._tensors, values, strict=True)}
         return StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
 
-    def what_changes(self, batch: Any) -> str:
-        """Say what a second step returns or leaves otherwise, or nothing if it is the same."""
+    def what_changes(self, batch: Any, remade: Names) -> str:
+        """Say what a second step returns or leaves otherwise, see the function of this name."""
         stand_in, held = self._at(self._tensors), [t.detach() for t in self._tensors]
         trained = [t for t in self._tensors if t.requires_grad]
 
@@ -368,7 +375,7 @@ class ObjectiveFunction:
             torch.autograd.grad(loss, trained, allow_unused=True)  # for hooks of it
             return loss
 
-        return what_changes(stand_in, step, held, self._objective.bnn._runtime.remade_by_fits)
+        return what_changes(stand_in, step, held, remade)
 
 
 def what_changes(
@@ -407,7 +414,11 @@ def what_changes(
 
 
 def _program(
-    objective: Objective, trained: Mapping[str, Tensor], others: Mapping[str, Tensor], given: Any
+    objective: Objective,
+    trained: Mapping[str, Tensor],
+    others: Mapping[str, Tensor],
+    given: Any,
+    remade: Names,
 ) -> Program:
     """Return a step as a program of parameters, other tensors, a batch and weights of the terms."""
     own = (*trained.values(), *others.values())
@@ -420,7 +431,7 @@ def _program(
             "of a larger one: make parameters and buffers contiguous"
         )
     function = ObjectiveFunction(objective, own)
-    if reason := function.what_changes(given[2]):
+    if reason := function.what_changes(given[2], remade):
         raise RuntimeError(reason)
 
     def step(values: list[Tensor], rest: list[Tensor], batch: Any, weight: Tensor) -> Any:

@@ -180,7 +180,7 @@ class StackedObjectives:
         pairs = zip(objectives, self._states, strict=True)
         functions = [ObjectiveFunction(one, state.values()) for one, state in pairs]
         self._function, first = functions[0], self._states[0]
-        if reason := self._function.what_changes(batch):
+        if reason := self._function.what_changes(batch, {}):
             not_vectorized(f"takes nets that repeat their forwards, and of this one {reason}")
         given = [*zip(functions, self._states, strict=True)]
         losses = [_loss_at(function, state, batch) for function, state in given]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import field
 from typing import Any
 
-from tyxe.bnn.standin import Names, Outline, in_modes
+from tyxe.bnn.standin import Outline, in_modes
 from tyxe.curvature.linearize import Linearized
 from tyxe.predictive.forwards import OnePass
 from tyxe.threads import as_before, exclusive
@@ -48,9 +48,6 @@ class Runtime:
     # The compiled steps of the last fit, and the programs of predictions with the net they are of.
     steps: Any = None
     forwards: Any = None
-    # Attributes that each forward of a fit, or of a prediction, makes anew.
-    remade_by_fits: Names = field(default_factory=dict)
-    remade_by_predictions: Names = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         return Runtime()

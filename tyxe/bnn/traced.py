@@ -14,7 +14,7 @@ from tyxe.autocast import dtype_of_maps
 from tyxe.bnn.base import BNN
 from tyxe.bnn.compiled import Description, check_are_tensors, what_changes
 from tyxe.bnn.passes import unstacked
-from tyxe.bnn.standin import StandIn, modes_of, tensors_of
+from tyxe.bnn.standin import Names, StandIn, modes_of, tensors_of
 from tyxe.data import Picking
 from tyxe.errors import warn
 from tyxe.predictive.forwards import MOST_GIVEN, are_alike, has_hooks
@@ -65,7 +65,7 @@ class TracedNet:
                 size = min(size, MOST_CACHED // sum(own.numel() for own in random))
         self._size = max(1, size) if at_once else 1
         with exclusive():
-            self._programs = self._programs_of_net()
+            self._programs, self._remade = self._programs_of_net()
         self._kind = kind_of_batch((self._others, inputs)), at_once, dtype_of_maps(random[0])
 
     def __call__(self, stacked: Values) -> Tensor:
@@ -82,26 +82,27 @@ class TracedNet:
         found: Tensor = program(values, self._others, self._inputs)
         return found
 
-    def _programs_of_net(self) -> Programs:
-        """Return the programs of the net as it is now."""
-        runtime, (changes, now) = self._bnn._runtime, self._described()
-        found = Programs("predictions", MOST_SHAPES)
+    def _programs_of_net(self) -> tuple[Programs, Names]:
+        """Return the programs of the net as it is now, and what each forward of them makes anew."""
+        runtime = self._bnn._runtime
         if runtime.forwards is not None:
-            before, described, known = runtime.forwards
+            before, described, programs, remade = runtime.forwards
+            changes, now = self._described(remade)
             # A net that is refused may change in each forward.
-            if before == changes and (described == now or known.are_none):
-                found = known
-        runtime.forwards = changes, now, found
-        return found
+            if before == changes and (described == now or programs.are_none):
+                runtime.forwards = changes, now, programs, remade
+                return programs, remade
+        programs, remade = Programs("predictions", MOST_SHAPES), {}
+        runtime.forwards = *self._described(remade), programs, remade
+        return programs, remade
 
-    def _described(self) -> tuple[Any, Any]:
+    def _described(self, remade: Names) -> tuple[Any, Any]:
         """Return what tells whether the net has changed."""
         bnn = self._bnn
         # Of a stand-in, which has the modes of a prediction, and looks at what has come to the
         # parts. Priors are of no effect.
         stand_in = StandIn(bnn.net, bnn._outline, {}, modes_of(bnn))  # whose parts go with it
-        net, remade = stand_in.net, bnn._runtime.remade_by_predictions
-        known = [part for part in bnn.net.modules() if part in remade]
+        net, known = stand_in.net, [part for part in bnn.net.modules() if part in remade]
         left_out = {stand_in.part(part): remade[part] for part in known}
         net.__dict__.pop(SITE_PRIORS, None)
         given = {id(t) for t in (*net.parameters(), *net.buffers())}
@@ -116,7 +117,8 @@ class TracedNet:
         with torch_rng_kept():
             expected = self._expected(values)
             # Without what the forward makes anew, which is known now.
-            self._bnn._runtime.forwards = *self._described(), self._programs
+            described = self._described(self._remade)
+            self._bnn._runtime.forwards = *described, self._programs, self._remade
             # Attention is among the operations that may draw, and does not without dropout.
             program = Program(self._forward, *given, how="traced", draws=True)
             check_equal("it", are_alike, [(program(*given), expected)])
@@ -133,8 +135,7 @@ class TracedNet:
         draws, versions = [*unstacked(values)], [t._version for t in self._others]
         stand_in = self._bnn._stand_in(draws[0])
         forward = partial(stand_in.call_apart, self._inputs)
-        remade = self._bnn._runtime.remade_by_predictions
-        if reason := what_changes(stand_in, forward, self._others, remade):
+        if reason := what_changes(stand_in, forward, self._others, self._remade):
             raise RuntimeError(reason)
         numbers = torch_rng()
         outputs = [self._bnn._stand_in(draw).call_apart(self._inputs) for draw in draws]

@@ -192,9 +192,13 @@ class Trainer:
     def check_programs(self) -> None:
         """Let go programs of what has changed since, as by a callback, but not in each epoch."""
         compiled = self._compiled
-        if compiled is None or compiled.are_of(self.objective, self.options.autocast):
+        # A net that is refused may change in each forward.
+        if compiled is None or compiled.programs.are_none:
             return
-        self._compiled, self._changes = None, self._changes + 1
+        if compiled.are_of(self.objective, self.options.autocast):
+            return
+        self._compiled = self._captured = None
+        self._changes += 1
         if self._changes == MOST_PROGRAMS:
             self._compiles = False
             warn(

@@ -106,6 +106,11 @@ class variational_laplace(Messenger):
         self._net: nn.Module | None = None
         self._kl_weight = 1.0
 
+    @property
+    def configuration(self) -> str:
+        """What its answers depend on, for programs of steps."""
+        return self.curvature
+
     def __enter__(self) -> variational_laplace:
         """Raise if another handler that samples inside the net is active."""
         _check_alone(not draws_are_lazy())
