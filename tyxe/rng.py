@@ -174,8 +174,9 @@ class RandomStream(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Some operators take the generator by position, as from a stream inside this one.
-        has_own = any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
-        if torch.Tag.nondeterministic_seeded in func.tags and not has_own:
+        if torch.Tag.nondeterministic_seeded in func.tags and not any(
+            isinstance(one, torch.Generator) for one in (*args, *kwargs.values())
+        ):
             named = _taking_generator(func)
             if named is not None:
                 kwargs = {**kwargs, "generator": self._of(_device_of(args, kwargs))}

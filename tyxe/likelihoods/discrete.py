@@ -85,7 +85,8 @@ class Categorical(Likelihood):
     def known(self, targets: Targets) -> Targets:
         if targets.values.is_floating_point():  # probabilities, of which a missing one is a label
             return targets.masked_by_vectors()
-        targets = replace(targets, values=targets.values.long())  # bytes would index as a mask
+        if targets.values.dtype != torch.long:  # bytes would index as a mask
+            targets = replace(targets, values=targets.values.long())
         if self.ignore_index is None:
             return targets
         return targets.masked(targets.values != self.ignore_index)
