@@ -26,9 +26,10 @@ def test_binary_mc_is_the_integral(monkeypatch):
     torch.testing.assert_close(found.sigmoid(), expected_sigmoid(mean, variance))
     single = links.logit_integral(mean.float(), variance.float())
     torch.testing.assert_close(single, found.float(), rtol=1e-4, atol=1e-5)
-    for variance_of_all, most in ((600.0, 1e-5), (1e4, 1e-2), (1e8, 1e-2)):
+    for variance_of_all, most in ((600.0, 1e-5), (1e4, 1e-2), (1e8, 0.016)):
         wide = torch.full((301,), variance_of_all, dtype=torch.float64)
-        means = torch.linspace(-3, 3, 301).double() * wide.sqrt()
+        # A step is least exact beside a node.
+        means = torch.linspace(-0.15, 0.15, 301).double() * wide.sqrt()
         error = links.logit_integral(means, wide).sigmoid() - expected_sigmoid(means, wide)
         assert error.abs().max() < most
     monkeypatch.setattr("tyxe.predictive.links.CHUNK", 100)

@@ -125,17 +125,17 @@ CLASS_LINKS: dict[str, Link] = {"mc": log_mc, "probit": log_probit, "bridge": lo
 def logit_integral(mean: Tensor, variance: Tensor, num_samples: int = 0) -> Tensor:
     """Average probabilities over a grid: `sum_i w_i sigmoid(f_i)`, `f_i = m + z_i sqrt(v)`.
 
-    For variances below 600 the error is less than 1e-5, and for any less than 0.01.
+    For variances below 600 the error is less than 1e-5, and for any less than 0.016.
     """
     mean, variance = _check_binary(mean, variance)
     scale = variance.clamp_min(0).sqrt()
-    sums = []
+    total = mean.new_full((2, *mean.shape), -math.inf)
     chunk = max(1, CHUNK // max(1, mean.numel()))
     for nodes, log_weights in zip(*(part.split(chunk) for part in normal_grid(mean)), strict=True):
         logits = mean + scale * nodes
         signed = torch.stack([logits, -logits])
-        sums.append((logsigmoid(signed) + log_weights).logsumexp(1))
-    log_yes, log_no = torch.stack(sums).logsumexp(0)
+        total = total.logaddexp((logsigmoid(signed) + log_weights).logsumexp(1))
+    log_yes, log_no = total
     return log_yes - log_no
 
 
