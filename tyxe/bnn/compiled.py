@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ _PLAIN = (
     types.BuiltinFunctionType,
     types.ModuleType,
 )
+_CONTAINERS = {dict, OrderedDict, list, tuple, set}
 # Of objects of this package: past fits, and what is made anew of what a program is given.
 _OF_FITS = {"optimizer", "_scheduler", "_pending", "_epochs_done", "_stage", "_chosen_prior"}
 _OF_FITS |= {"_mean_weight", "_best", "_due"}
@@ -120,8 +121,12 @@ class Description:
         self._kept: list[Any] = []  # or others could have their ids
 
     def __call__(self, one: Any) -> Any:
-        if isinstance(one, _PLAIN):
-            return (type(one).__name__, one)
+        # A module has many of these, as for its hooks.
+        kind = type(one)
+        if kind in _CONTAINERS and not one:
+            return kind
+        if kind is str or isinstance(one, _PLAIN):
+            return (kind.__name__, one)
         if id(one) in self._known:
             return ("known", self._known[id(one)])
         self._known[id(one)] = len(self._known)
