@@ -524,6 +524,9 @@ def test_without_a_compiler(monkeypatch):
     with pytest.warns(tyxe.TyxeWarning, match=r"needs a C\+\+ compiler"):
         history, _ = fitted(NORMALS, compile=True)
     assert history.loss == fitted(NORMALS)[0].loss
+    with pytest.warns(tyxe.TyxeWarning, match=r"needs a C\+\+ compiler") as caught:
+        mean_field(Keeps(3, 3), Categorical(24)).fit(HALVES, SGD, 6, UNCHANGED, compile=True)
+    assert len(caught) == 1
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(traced):

@@ -233,6 +233,11 @@ class CompiledSteps:
         if not self._exist:
             warn("compile=True needs a C++ compiler, and none is found: steps run uncompiled")
 
+    @property
+    def are_none(self) -> bool:
+        """Whether there is no program, and none is to come."""
+        return not self._exist or self.programs.are_none
+
     def are_of(self, objective: Objective, autocast: torch.dtype | None) -> bool:
         """Whether nothing has changed that is fixed in the programs."""
         now = fingerprint(objective, handlers(), autocast, self._remade)

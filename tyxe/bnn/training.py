@@ -193,7 +193,7 @@ class Trainer:
         """Let go programs of what has changed since, as by a callback, but not in each epoch."""
         compiled = self._compiled
         # A net that is refused may change in each forward.
-        if compiled is None or compiled.programs.are_none:
+        if compiled is None or compiled.are_none:
             return
         if compiled.are_of(self.objective, self.options.autocast):
             return
