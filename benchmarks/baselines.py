@@ -92,7 +92,7 @@ def steps_of_chain(net: nn.Module, size: int, data: Data) -> Callable[[], None]:
     bnn = tyxe.MCMC_BNN(net, PRIOR, tyxe.likelihoods.Categorical(size), tyxe.samplers.SGHMC(1e-3))
     set_train_mode(bnn)
     potential = Potential(bnn, *data, 1.0)
-    starts = starts_of(potential, "net", 1, data[1], progress=False)
+    starts = starts_of(potential, "net", 1, progress=False)
     estimates = BatchPotential(potential, starts, [data], None)
     kernel = bnn.kernel.for_points(size)
     run = make_run(kernel, potential, starts, 1, 1_000_000, RunOptions(), estimates)
