@@ -22,6 +22,7 @@ from torch.nn.modules import module as module_hooks
 import tyxe
 from tests.oracles.bnns import NORMAL
 from tests.oracles.nets import ReadLast
+from tyxe.bnn.compiled import Description
 from tyxe.guides import AutoNormal
 from tyxe.poutine import flipout, local_reparameterization, selective_scale
 from tyxe.priors import DictPrior, IIDPrior
@@ -231,3 +232,18 @@ def test_copies_and_states_have_no_programs_and_autocast_makes_a_new_one(traced:
     fit(bnn, autocast=torch.bfloat16)
     assert len(traced) == 3
     assert not any("program" in name for name in bnn.state_dict())
+
+
+def test_what_is_described_may_be_filled_meanwhile() -> None:
+    """As a cache of the net is by a prediction in another thread."""
+    cache: dict[str, Any] = {}
+
+    class Fills(list[int]):
+        def __iter__(self) -> Any:
+            cache[f"{len(cache)}"] = 1
+            return super().__iter__()
+
+    cache["first"] = Fills([1])
+    described = Description(set())(cache)
+    assert described == Description(set())({"first": Fills([1])})
+    assert len(cache) == 3

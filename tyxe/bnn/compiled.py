@@ -144,9 +144,10 @@ class Description:
         if library in _OF_PROCESS:
             return _Same(one)
         if isinstance(one, Mapping):
-            return (type(one), [(self(key), self(value)) for key, value in one.items()])
+            # Of a copy, since another thread's forward may fill it meanwhile.
+            return (type(one), [(self(key), self(value)) for key, value in [*one.items()]])
         if isinstance(one, list | tuple | set | frozenset | deque):
-            return (type(one), [self(item) for item in one])
+            return (type(one), [self(item) for item in [*one]])
         if isinstance(one, types.MethodType):
             return (_Same(one.__func__), self(one.__self__))
         if isinstance(one, types.FunctionType):
