@@ -583,6 +583,11 @@ def _(support: Any) -> td.Transform:
     return td.biject_to(support.base_constraint)
 
 
+def name_of(distribution: Any) -> str:
+    """Return the name of a distribution's class, or of the public one that it is made of."""
+    return next(kind.__name__ for kind in type(distribution).__mro__ if kind.__name__[0] != "_")
+
+
 def is_discrete(support: constraints.Constraint | None) -> bool:
     """Whether a support is discrete; no support is not."""
     return support is not None and bool(support.is_discrete)

@@ -19,7 +19,7 @@ from tyxe.data import Targets
 from tyxe.likelihoods.base import Latents, Likelihood, Predictions
 from tyxe.likelihoods.joint import Joint
 from tyxe.likelihoods.output_hessian import hessian_blocks, output_hessian
-from tyxe.util import at_least_float32, without_events
+from tyxe.util import at_least_float32, name_of, without_events
 
 
 class Censored(Likelihood):
@@ -172,11 +172,6 @@ def censored_targets(
 # --------------------------------------------------------------------------- distributions
 
 
-def _name_of(distribution: Any) -> str:
-    """Return the name of a distribution's class, or of the public one that it is made of."""
-    return next(kind.__name__ for kind in type(distribution).__mro__ if kind.__name__[0] != "_")
-
-
 @singledispatch
 def log_tails(distribution: Any, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return `log F(v)` and `log (1 - F(v))` elementwise, precise in both tails.
@@ -195,7 +190,7 @@ def log_tails(distribution: Any, value: Tensor) -> tuple[Tensor, Tensor]:
         below = distribution.cdf(value)
     except NotImplementedError:
         raise TypeError(
-            f"{_name_of(distribution)} has no cdf, which censored targets need: decorate a "
+            f"{name_of(distribution)} has no cdf, which censored targets need: decorate a "
             "function (distribution, value) that returns log F and log (1 - F) with "
             "@tyxe.likelihoods.log_tails.register"
         ) from None
@@ -243,7 +238,7 @@ class _Pairs(dist.TorchDistribution):
 
     def __init__(self, numbers: Any) -> None:
         if numbers.support is None or numbers.support.is_discrete:
-            raise TypeError(f"{_name_of(numbers)} is discrete; censored targets are not")
+            raise TypeError(f"{name_of(numbers)} is discrete; censored targets are not")
         self._numbers = numbers
         super().__init__(numbers.batch_shape, torch.Size([2]), validate_args=False)
 

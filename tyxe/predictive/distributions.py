@@ -44,7 +44,7 @@ from tyxe.predictive.gaussian import (
 )
 from tyxe.predictive.links import square_root
 from tyxe.threads import exclusive
-from tyxe.util import at_least_float32, precise
+from tyxe.util import at_least_float32, name_of, precise
 
 
 @check.arguments
@@ -147,9 +147,8 @@ def _cdf_of_each(found: Any, value: Tensor) -> Tensor:
     try:
         below: Tensor = found.cdf(value)
     except NotImplementedError as error:
-        kind = type(found).__name__.lstrip("_")
         raise NotImplementedError(
-            f"PyTorch has no cdf of a {kind}: take quantiles of samples instead, "
+            f"PyTorch has no cdf of a {name_of(found)}: take quantiles of samples instead, "
             "predictive.sample((4000,)).quantile(level, 0)"
         ) from error
     return below
