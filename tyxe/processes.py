@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from tyxe import check
 from tyxe.errors import warn
-from tyxe.util import on_error
+from tyxe.util import is_plain, on_error
 
 
 def check_group(group: Any) -> Any:
@@ -296,8 +296,7 @@ class Processes:
 def checksum(tensors: Iterable[Any]) -> int:
     """Return a number that tells whether other tensors have the same bits; not of sparse ones."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    plain = (t for t in tensors if isinstance(t, Tensor) and t.layout == torch.strided)
-    dense = (t.detach().contiguous().flatten() for t in plain)
+    dense = (t.detach().contiguous().flatten() for t in tensors if is_plain(t))
     sums = [int(t.view(kinds.get(t.element_size(), torch.int64)).sum()) for t in dense]
     return zlib.crc32(str(sums).encode())
 

@@ -341,6 +341,11 @@ def is_constant(argument: Any) -> bool:
     return isinstance(argument, bool | int | float | str | None)
 
 
+def is_plain(leaf: Any) -> bool:
+    """Whether an object is a tensor that is neither sparse nor nested."""
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+
+
 def kind_of_batch(inputs: Inputs) -> Any:
     """Return the structure of a batch, and the layout of its tensors, or the types of others."""
     leaves, place = tree_flatten(inputs)

@@ -25,7 +25,7 @@ from tyxe.guides.normal import SWAGGuide
 from tyxe.likelihoods.checks import check_batch
 from tyxe.predictive.forwards import norms_of
 from tyxe.rng import torch_rng_kept
-from tyxe.util import Inputs, is_discrete
+from tyxe.util import Inputs, is_discrete, is_plain
 
 if TYPE_CHECKING:
     from tyxe.bnn.elbo import ElboTerms
@@ -113,18 +113,14 @@ def _warn_of_inputs(bnn: SupervisedBNN, inputs: Inputs) -> None:
 def are_finite(inputs: Inputs) -> bool:
     """Whether all numbers in the tensors of a batch's inputs are finite."""
     plain = [
-        tensor
-        for tensor in _plain_tensors(inputs)
-        if (tensor.is_complex() or tensor.is_floating_point()) and tensor.element_size() > 1
+        leaf
+        for leaf in tree_leaves(inputs)
+        if is_plain(leaf)
+        and (leaf.is_complex() or leaf.is_floating_point())
+        and leaf.element_size() > 1
     ]
     # A sum is faster, and may be infinite where no number is.
     return all(bool(t.sum().isfinite()) or bool(t.isfinite().all()) for t in plain)
-
-
-def _plain_tensors(inputs: Inputs) -> list[Tensor]:
-    """Return the tensors of a batch's inputs that are neither sparse nor nested."""
-    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    return [t for t in tensors if t.layout == torch.strided and not t.is_nested]
 
 
 def check_exposes(bnn: Any, purpose: str) -> None:
@@ -177,8 +173,8 @@ def columns_of(net: nn.Module, inputs: Inputs) -> list[Tensor]:
             return []
         if not any(part.children()):
             break
-    for leaf in _plain_tensors(inputs):
-        if not leaf.is_floating_point() or leaf.dim() < 2:
+    for leaf in tree_leaves(inputs):
+        if not is_plain(leaf) or not leaf.is_floating_point() or leaf.dim() < 2:
             continue
         x = leaf.detach()[:LOOKED_AT_ROWS].flatten(1)
         x = x[:, :: max(1, x.shape[1] // LOOKED_AT_COLUMNS)].float()

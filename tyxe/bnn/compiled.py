@@ -26,7 +26,7 @@ from tyxe.poutine.draw import draws_are_lazy
 from tyxe.program import Program, Programs, check_equal, dense, has_programs, is_dense
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import handlers, unvalidated
-from tyxe.util import Inputs, kind_of_batch, named_tensors, same_numbers
+from tyxe.util import Inputs, is_plain, kind_of_batch, named_tensors, same_numbers
 
 _PLAIN = (
     type(None),
@@ -236,7 +236,7 @@ class CompiledSteps:
 
     @property
     def are_none(self) -> bool:
-        """Whether there is no program, and none is to come."""
+        """Whether nothing can be a program, or nothing that was asked for so far is one."""
         return not self._exist or self.programs.are_none
 
     def are_of(self, objective: Objective, autocast: torch.dtype | None) -> bool:
@@ -487,5 +487,5 @@ def restore(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Set tensors back to values, those that have changed; not sparse ones."""
     for tensor, value in zip(tensors, values, strict=True):
         # A copy of the same numbers would be a new version, and NaN may fill an expanded tensor.
-        if tensor.layout == torch.strided and not same_numbers(tensor, value):
+        if is_plain(tensor) and not same_numbers(tensor, value):
             tensor.copy_(value)

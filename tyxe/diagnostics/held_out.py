@@ -32,6 +32,7 @@ from tyxe.guides import Guide
 from tyxe.metrics.checks import average
 from tyxe.poutine import report
 from tyxe.predictive.forwards import fewest_rows, norms_of
+from tyxe.util import is_plain
 
 # Data sets that are drawn from predictions, by which a calibration error is judged.
 SIMULATED = 200
@@ -264,16 +265,11 @@ def inputs(case: Case) -> Iterator[Line]:
         )
 
 
-def _has_columns(x: Any) -> bool:
-    """Whether an argument is a tensor of rows, and no object or sparse tensor, as of a graph."""
-    dense = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
-    return dense and x.dim() >= 2
-
-
 def _floating(batches: list[Any]) -> list[Tensor]:
     """Return the real arguments of the net, of all points, as rows; none where they cannot be."""
     parts = [tree_leaves(inputs) for inputs, _ in batches]
-    if not all(_has_columns(x) for leaves in parts for x in leaves):
+    # Objects and sparse tensors, as of a graph, have no columns.
+    if not all(is_plain(x) and x.dim() >= 2 for leaves in parts for x in leaves):
         return []
     columns = [[x.flatten(1) for x in leaves] for leaves in zip(*parts, strict=True)]
     same = [c for c in columns if c[0].is_floating_point() and len({x.shape[1] for x in c}) == 1]
